@@ -1,0 +1,105 @@
+"""Ahead-of-time, multi-stream execution of static neural networks on stock PyTorch.
+
+    import torch_nimble as nimble
+
+    fast = nimble.compile(model)       # plans at the first call
+    y = fast(x)
+    print(fast.explain())
+
+The names below are the public interface. They are loaded when first used, so that importing the
+package, or asking the command line for help, does not load torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch_nimble import compat, schedule, zoo
+    from torch_nimble.engine import Engine, compile, plan
+    from torch_nimble.errors import (
+        CaptureError,
+        FallbackError,
+        GraphError,
+        InputError,
+        MissingDependencyError,
+        NimbleError,
+        NimbleWarning,
+        OptionError,
+        PlanError,
+        StateError,
+        UnknownNetworkError,
+    )
+    from torch_nimble.explain import Explanation
+    from torch_nimble.plans import GraphFacts, Launch, Plan
+    from torch_nimble.regions import Region
+    from torch_nimble.taskgraph import Buffer, Task, TaskGraph
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Buffer": "taskgraph",
+    "CaptureError": "errors",
+    "Engine": "engine",
+    "Explanation": "explain",
+    "FallbackError": "errors",
+    "GraphError": "errors",
+    "GraphFacts": "plans",
+    "InputError": "errors",
+    "Launch": "plans",
+    "MissingDependencyError": "errors",
+    "NimbleError": "errors",
+    "NimbleWarning": "errors",
+    "OptionError": "errors",
+    "Plan": "plans",
+    "PlanError": "errors",
+    "Region": "regions",
+    "StateError": "errors",
+    "Task": "taskgraph",
+    "TaskGraph": "taskgraph",
+    "UnknownNetworkError": "errors",
+    "compile": "engine",
+    "plan": "engine",
+}
+_MODULES = ("compat", "schedule", "zoo")
+
+__all__ = [
+    "Buffer",
+    "CaptureError",
+    "Engine",
+    "Explanation",
+    "FallbackError",
+    "GraphError",
+    "GraphFacts",
+    "InputError",
+    "Launch",
+    "MissingDependencyError",
+    "NimbleError",
+    "NimbleWarning",
+    "OptionError",
+    "Plan",
+    "PlanError",
+    "Region",
+    "StateError",
+    "Task",
+    "TaskGraph",
+    "UnknownNetworkError",
+    "compat",
+    "compile",
+    "plan",
+    "schedule",
+    "zoo",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f"torch_nimble.{_HOME[name]}"), name)
+    if name in _MODULES:
+        return importlib.import_module(f"torch_nimble.{name}")
+    raise AttributeError(f"module 'torch_nimble' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

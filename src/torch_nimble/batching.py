@@ -1,0 +1,70 @@
+"""Batches of any size on plans for a few: pad up to the next prepared size, cut the result.
+
+Only right for models whose rows do not influence each other. That is not taken on trust: the first
+call with each padded shape also runs eagerly, and a model that mixes rows is never padded again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torch_nimble.errors import InputError
+from torch_nimble.execute.check import agrees
+from torch_nimble.tree import flatten_output, unflatten_output
+
+
+class Batching:
+    """The prepared sizes, and what is known about padding to them."""
+
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        self.sizes = sizes
+        self.trusted: set[Any] = set()
+        self.unsuitable: dict[Any, str] = {}
+
+    @staticmethod
+    def batch_of(tensors: Sequence[torch.Tensor]) -> int:
+        """The length of the first dimension of the first input that has one."""
+        for tensor in tensors:
+            if tensor.dim() > 0:
+                return tensor.shape[0]
+        raise InputError("batch_sizes= needs an input tensor with a batch dimension; there is none")
+
+    def target(self, size: int) -> int | None:
+        """The smallest prepared size that holds the batch, None if there is none."""
+        return next((n for n in self.sizes if n >= size > 0), None)
+
+    @staticmethod
+    def resized(tensors: Sequence[torch.Tensor], size: int, target: int) -> list[torch.Tensor]:
+        """Inputs with `target` rows instead of `size`: the first ones, or the last one repeated.
+
+        Repeating a real row keeps padding within the values the model expects, such as valid indices.
+        """
+        return [
+            _with_rows(tensor, target) if tensor.dim() > 0 and tensor.shape[0] == size else tensor
+            for tensor in tensors
+        ]
+
+    @staticmethod
+    def cut(result: Any, target: int, size: int) -> Any:
+        """The result with its padding rows taken off."""
+        tensors, structure = flatten_output(result)
+        return unflatten_output(
+            structure,
+            [t[:size] if t.dim() > 0 and t.shape[0] == target else t for t in tensors],
+        )
+
+    @staticmethod
+    def same(padded: Any, eager: Any) -> bool:
+        """Whether a cut result is what eager gives for the batch itself."""
+        (results, one), (references, other) = flatten_output(padded), flatten_output(eager)
+        return one == other and agrees(results, references)
+
+
+def _with_rows(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    if count <= tensor.shape[0]:
+        return tensor[:count]
+    filler = tensor[-1:].expand(count - tensor.shape[0], *tensor.shape[1:])
+    return torch.cat([tensor, filler])

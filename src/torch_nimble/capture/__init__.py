@@ -1,0 +1,6 @@
+"""From a model and example inputs to a functional ATen graph with static shapes."""
+
+from torch_nimble.capture.callee import Callee
+from torch_nimble.capture.inference import Adapter, AutocastState, Captured, Source, capture
+
+__all__ = ["Adapter", "AutocastState", "Callee", "Captured", "Source", "capture"]

@@ -1,0 +1,90 @@
+"""Why a model could not be captured: the line of the user's code, the cause, what to do."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+import torch_nimble
+from torch_nimble.capture.callee import Callee
+from torch_nimble.errors import CaptureError
+
+_OWN = tuple(f"{Path(str(module.__file__)).parent}/" for module in (torch, torch_nimble))
+_STDLIB = str(Path(traceback.__file__).parent)
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
+
+_BRANCH = (
+    "its control flow or a shape depends on the value of a tensor, so it has no static graph. "
+    "Use torch.where or torch.cond, move that line out of the compiled function, or compile the "
+    "submodules before and after it"
+)
+_DYNAMIC = (
+    "it makes a Python number or a shape from the values of a tensor, which a static plan cannot. "
+    "Keep the value in a tensor, or compile the parts of the model before and after that line"
+)
+
+
+def explain_failure(callee: Callee, reason: BaseException) -> CaptureError:
+    """The error to raise for what torch.export raised."""
+    line = _user_line(reason) or callee.location
+    if "DataDependent" in type(reason).__name__ or "data-dependent" in str(reason):
+        return CaptureError(f"cannot capture {callee.name}: at {line}: {_BRANCH}")
+    said = next((text for text in str(reason).splitlines() if text.strip()), "")
+    said = said.strip().rstrip(".")
+    return CaptureError(
+        f"cannot capture {callee.name}: at {line}: {type(reason).__name__}: {said}. "
+        "torch.export must be able to trace the model: change that line, or compile the submodules "
+        "around it"
+    )
+
+
+def refuse_dynamic(callee: Callee, graph: fx.Graph) -> None:
+    """CaptureError if some value or shape in the graph is known only at run time."""
+    for node in graph.nodes:
+        if _is_symbolic(node.meta.get("val")):
+            line = origin(node) or callee.location
+            raise CaptureError(f"cannot capture {callee.name}: at {line} ({node.target}): {_DYNAMIC}")
+
+
+def origin(node: fx.Node) -> str:
+    """`file:line in function (module.path)` of the user's code that made this operator."""
+    frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
+    own = [frame for frame in frames if _is_users(frame["file"])]
+    place = f"{own[-1]['file']}:{own[-1]['line']} in {own[-1]['function']}" if own else ""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = next((str(entry[0]) for entry in reversed(list(stack.values())) if entry[0]), "")
+    path = path.removeprefix("model").removeprefix(".")
+    return f"{place} ({path})" if place and path else place or path
+
+
+def _is_symbolic(value: Any) -> bool:
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return True
+    if isinstance(value, torch.Tensor):
+        return any(isinstance(size, torch.SymInt) for size in value.shape)
+    return isinstance(value, tuple | list) and any(map(_is_symbolic, value))
+
+
+def _is_users(filename: str) -> bool:
+    if filename.startswith((*_OWN, "<")):
+        return False
+    return "site-packages" in filename or not filename.startswith(_STDLIB)
+
+
+def _user_line(reason: BaseException | None) -> str:
+    """The innermost line outside torch and this package, through all causes."""
+    while reason is not None:
+        frames = traceback.extract_tb(reason.__traceback__)
+        own = [frame for frame in frames if _is_users(frame.filename)]
+        if own:
+            frame = own[-1]
+            code = linecache.getline(frame.filename, frame.lineno or 0).strip()
+            return f"{frame.filename}:{frame.lineno} in {frame.name}: `{code}`"
+        reason = reason.__cause__ or reason.__context__
+    return ""

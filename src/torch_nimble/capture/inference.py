@@ -1,0 +1,245 @@
+"""torch.export, with what it leaves to its callers: structure, autocast, mutation, clear failures.
+
+The graph that comes out is functional ATen with static shapes, except for its last operators: what
+the model writes into its buffers or its inputs is copied back there, in plain sight, so that later
+stages see ordinary writes. Constants stay references to the model's own tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import random
+import sys
+import threading
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import fx, nn
+from torch.export.graph_signature import InputKind, OutputKind
+
+from torch_nimble.capture.callee import Callee
+from torch_nimble.capture.failure import explain_failure, refuse_dynamic
+from torch_nimble.errors import CaptureError
+from torch_nimble.tree import Node, Structure, flatten_output, unflatten_inputs
+
+# torch.export keeps flags of its own in globals; two captures at once would mix them up.
+_EXPORT_LOCK = threading.Lock()
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """Where a constant of the graph lives: an entry of a module's table, or a tensor of the graph's."""
+
+    table: dict[str, Any]
+    key: str
+    path: str
+    """The constant's name as a person knows it; `target` is where the adapter has it."""
+    target: str
+
+    def tensor(self) -> torch.Tensor | None:
+        """The tensor that is there now, if one still is."""
+        value = self.table.get(self.key)
+        return value if isinstance(value, torch.Tensor) else None
+
+
+@dataclass(frozen=True, eq=False)
+class Captured:
+    """A functional graph, and what its placeholders and outputs stand for."""
+
+    graph: fx.Graph
+    owner: nn.Module
+    inputs: tuple[str, ...]
+    constants: dict[str, Source]
+    mutated: frozenset[str]
+    output_structure: Structure
+
+
+@dataclass(frozen=True, slots=True)
+class AutocastState:
+    """What torch.autocast was set to in the caller."""
+
+    device_type: str
+    dtype: torch.dtype
+
+    @staticmethod
+    def current(device_type: str) -> AutocastState | None:
+        """The caller's autocast for that device, None if it is off."""
+        if not torch.is_autocast_enabled(device_type):
+            return None
+        return AutocastState(device_type, torch.get_autocast_dtype(device_type))
+
+    @staticmethod
+    def entered(state: AutocastState | None) -> contextlib.AbstractContextManager[Any]:
+        """A context in which that autocast is on."""
+        if state is None:
+            return contextlib.nullcontext()
+        return torch.autocast(state.device_type, state.dtype)
+
+
+def capture(adapter: Adapter, tensors: Sequence[torch.Tensor]) -> Captured:
+    """The graph of one call. Leaves the model, the inputs and all random generators as they were."""
+    callee = adapter.callee
+    try:
+        with _EXPORT_LOCK, _undisturbed(callee), _quiet():
+            program = torch.export.export(adapter, tuple(tensors), strict=False)
+            program = program.run_decompositions({})
+    except CaptureError:
+        raise
+    except Exception as reason:
+        raise explain_failure(callee, reason) from reason
+    refuse_dynamic(callee, program.graph)
+    return _normalised(adapter, program)
+
+
+class Adapter(nn.Module):
+    """The callee as a module from flat tensors to flat tensors, under the caller's autocast."""
+
+    def __init__(self, callee: Callee, structure: Node, autocast: AutocastState | None = None) -> None:
+        super().__init__()
+        for name, module in callee.modules.items():
+            self.add_module(name.replace(".", "_"), module)
+        self.callee = callee
+        self._structure = structure
+        self._autocast = autocast
+        # torch.export puts the module's attributes back as they were, lists included; a plain
+        # object's own are left alone.
+        self._seen = _Seen()
+
+    @property
+    def output_structure(self) -> Structure:
+        """The structure of what the last call returned."""
+        return self._seen.structures[-1]
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Call the callee with these tensors in their places."""
+        args, kwargs = unflatten_inputs(self._structure, tensors)
+        with AutocastState.entered(self._autocast):
+            result = self.callee(*args, **kwargs)
+        results, structure = flatten_output(result)
+        self._seen.structures[:] = [structure]
+        return tuple(results)
+
+    def eager(
+        self, tensors: Sequence[torch.Tensor], protected: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """What the callee returns, with copies in place of the buffers that it may write."""
+        copies = {target: tensor.clone() for target, tensor in protected.items()}
+        with torch.no_grad():
+            result: tuple[torch.Tensor, ...] = torch.func.functional_call(self, copies, tuple(tensors))
+        return result
+
+
+class _Seen:
+    """Structures of results, in an object that torch.export does not look into."""
+
+    def __init__(self) -> None:
+        self.structures: list[Structure] = []
+
+
+def _normalised(adapter: Adapter, program: torch.export.ExportedProgram) -> Captured:
+    graph = program.graph
+    signature = program.graph_signature
+    placeholders = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+    inputs: list[str] = []
+    constants: dict[str, Source] = {}
+    by_target: dict[str, str] = {}
+    for spec in signature.input_specs:
+        name = spec.arg.name
+        if spec.kind is InputKind.USER_INPUT:
+            inputs.append(name)
+            by_target[name] = name
+        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
+            assert spec.target is not None
+            constants[name] = _source(adapter, program, spec.target)
+            by_target[spec.target] = name
+        else:
+            raise CaptureError(
+                f"the graph has an input of kind {spec.kind.name} ({spec.target}), which is not "
+                "supported: keep tokens and custom objects out of forward"
+            )
+
+    output = graph.output_node()
+    values = list(output.args[0])
+    results: list[fx.Node | None] = []
+    writes: list[tuple[fx.Node, fx.Node]] = []
+    for spec, value in zip(signature.output_specs, values, strict=True):
+        if spec.kind is OutputKind.USER_OUTPUT:
+            results.append(value)
+        elif spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION):
+            writes.append((placeholders[by_target[spec.target]], value))
+        elif spec.kind is not OutputKind.TOKEN:
+            raise CaptureError(f"the graph has an output of kind {spec.kind.name}: not supported")
+    with graph.inserting_before(output):
+        for target, value in writes:
+            node = graph.call_function(torch.ops.aten.copy_.default, (target, value))
+            node.meta.update(value.meta, val=target.meta.get("val"))
+    output.args = (tuple(results),)
+    return Captured(
+        graph=graph,
+        owner=program.graph_module,
+        inputs=tuple(inputs),
+        constants=constants,
+        mutated=frozenset(target.name for target, _ in writes),
+        output_structure=adapter.output_structure,
+    )
+
+
+def _source(adapter: Adapter, program: torch.export.ExportedProgram, target: str) -> Source:
+    """The table entry of a parameter, a buffer or a plain tensor attribute; literals get their own."""
+    path, _, key = target.rpartition(".")
+    try:
+        module = adapter.get_submodule(path)
+    except AttributeError:
+        return Source({target: program.constants[target]}, target, target, target)
+    for table in (module._parameters, module._buffers, module.__dict__):
+        if key in table:
+            return Source(table, key, target.removeprefix("model."), target)
+    return Source({key: program.constants[target]}, key, target, target)
+
+
+@contextlib.contextmanager
+def _undisturbed(callee: Callee) -> Iterator[None]:
+    """Random generators as they were; a model that draws from Python's or numpy's is refused.
+
+    Such a draw happens once, while the graph is made, and would be replayed for ever.
+    """
+    torch_state = torch.get_rng_state()
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()
+    try:
+        yield
+        for name, drew in (
+            ("random", random.getstate() != python_state),
+            ("numpy.random", str(numpy.random.get_state()) != str(numpy_state)),
+        ):
+            if drew:
+                raise CaptureError(
+                    f"{callee.name} ({callee.location}) draws from Python's module {name!r} in its "
+                    "forward; the draw would be frozen into the plan. Use torch's random functions, "
+                    "or eval() if it is only drawn in training"
+                )
+    finally:
+        torch.set_rng_state(torch_state)
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No warnings about torch.export's own insides; what it prints about a failure is dropped."""
+    printed = io.StringIO()
+    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    was_disabled = logger.disabled
+    try:
+        logger.disabled = True
+        with warnings.catch_warnings(), contextlib.redirect_stderr(printed):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.disabled = was_disabled
+    sys.stderr.write(printed.getvalue())

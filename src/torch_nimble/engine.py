@@ -1,0 +1,489 @@
+"""`compile()` and the object it returns.
+
+An engine holds one prepared plan for each input signature it has met:
+
+    NEW ──prepare()/first call──▶ PREPARED ──close()──▶ CLOSED
+                                    ▲   │ another signature, changed modes
+                                    └───┘
+
+A call compares the signature, takes in changed weights, runs the plan, and hands out results that
+belong to the caller. What cannot be run by a plan runs eagerly, is counted, and `explain()` says so.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from torch_nimble.batching import Batching
+from torch_nimble.capture import Adapter, AutocastState, Callee
+from torch_nimble.errors import (
+    CaptureError,
+    FallbackError,
+    InputError,
+    NimbleWarning,
+    OptionError,
+    StateError,
+)
+from torch_nimble.explain import Explanation, Fallback
+from torch_nimble.options import Options, Planner, disabled_by_environment
+from torch_nimble.plans import Plan
+from torch_nimble.prepare import MismatchError, Progress, build_graph
+from torch_nimble.prepared import Prepared
+from torch_nimble.schedule import max_concurrency
+from torch_nimble.signature import (
+    Signature,
+    check_devices,
+    check_kinds,
+    check_tensors,
+    tensor_keys,
+)
+from torch_nimble.taskgraph import TaskGraph
+from torch_nimble.tree import Node, flatten_inputs, unflatten_inputs
+from torch_nimble.weights import FoldedConstants
+
+# Methods of a module that return the module itself; on an engine they return the engine.
+_FLUENT = frozenset(
+    [
+        "apply",
+        "bfloat16",
+        "cpu",
+        "cuda",
+        "double",
+        "eval",
+        "float",
+        "half",
+        "requires_grad_",
+        "to",
+        "to_empty",
+        "train",
+        "type",
+    ]
+)
+
+
+class Engine:
+    """A model with prepared plans. Call it like the model; see `compile()`.
+
+    Everything that is not named here is the model's own: attributes are read and set there, and
+    `state_dict()` has the model's keys. `__wrapped__` is the model itself.
+    """
+
+    _callee: Callee
+    _options: Options
+    _progress: Progress
+    _prepared: dict[Signature, Prepared]
+    _folded: FoldedConstants
+    _fallbacks: dict[str, Fallback]
+    _lock: threading.RLock
+    _batching: Batching | None
+    _pid: int
+    _closed: bool
+    _disabled: bool
+
+    def __init__(self, target: Any, options: Options, progress: Progress = lambda stage: None) -> None:
+        set_own = super().__setattr__
+        set_own("_callee", Callee(target))
+        set_own("__wrapped__", target)
+        set_own("_options", options)
+        set_own("_progress", progress)
+        set_own("_prepared", {})
+        set_own("_folded", FoldedConstants())
+        set_own("_fallbacks", {})
+        set_own("_lock", threading.RLock())
+        set_own("_batching", Batching(options.batch_sizes) if options.batch_sizes else None)
+        set_own("_pid", os.getpid())
+        set_own("_closed", False)
+        set_own("_disabled", disabled_by_environment())
+
+    # ------------------------------------------------------------ calling
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model would return."""
+        if self._disabled:
+            return self._callee(*args, **kwargs)
+        self._check_usable()
+        tensors, structure = flatten_inputs(args, kwargs)
+        check_tensors(structure, tensors)
+        if self._batching is not None:
+            return self._call_batched(structure, tensors)
+        return self._call(structure, tensors)
+
+    def _call(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Any:
+        signature = self._signature(structure, tensors)
+        prepared = self._prepared.get(signature)
+        if prepared is None or not self._take_in_weights(prepared):
+            prepared = self._on_new(signature, structure, tensors)
+            if prepared is None:
+                return self._eager(structure, tensors)
+        reason = prepared.refusal(tensors)
+        if reason is not None:
+            self._fall_back(reason, "pass tensors that do not share memory")
+            return self._eager(structure, tensors)
+        return prepared.run(tensors)
+
+    def _call_batched(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Any:
+        batching = self._batching
+        assert batching is not None
+        size = batching.batch_of(tensors)
+        target = batching.target(size)
+        if not self._prepared:
+            self._prepare_batches(structure, tensors)
+        if target is None or target == size:
+            return self._call(structure, tensors)
+        key = (structure, tensor_keys(tensors))
+        if any(prepared.writes for prepared in self._prepared.values()):
+            batching.unsuitable[key] = "the model writes its buffers or inputs"
+        if key in batching.unsuitable:
+            self._fall_back(
+                f"batch {size} cannot be padded to {target}: {batching.unsuitable[key]}",
+                "leave batch_sizes out for this model",
+            )
+            return self._eager(structure, tensors)
+        generator = torch.get_rng_state()
+        padded = self._call(structure, batching.resized(tensors, size, target))
+        result = batching.cut(padded, target, size)
+        if key in batching.trusted:
+            return result
+        torch.set_rng_state(generator)
+        eager = self._eager(structure, tensors)
+        if batching.same(result, eager):
+            batching.trusted.add(key)
+        else:
+            batching.unsuitable[key] = "the rows of a batch influence each other"
+        return eager
+
+    def _on_new(
+        self, signature: Signature, structure: Node, tensors: Sequence[torch.Tensor]
+    ) -> Prepared | None:
+        """Follow `on_new_shape` for a signature without a plan; None means: run it eagerly."""
+        for known in self._prepared:
+            check_kinds(known.structure, structure)
+        self._check_call(structure, tensors)
+        count, most = len(self._prepared), self._options.max_graphs
+        known_shapes = "; ".join(map(str, self._prepared)) or "none"
+        if self._options.on_new_shape == "error" and self._prepared:
+            raise InputError(
+                f"a call with {signature} has no plan (prepared: {known_shapes}), and "
+                'on_new_shape is "error"; call prepare() with such inputs first'
+            )
+        if self._options.on_new_shape == "eager" and self._prepared:
+            self._fall_back(
+                f"{signature} has no plan and on_new_shape is 'eager'",
+                "call prepare() with such inputs first",
+                warn=False,
+            )
+            return None
+        if count >= most:
+            self._fall_back(
+                f"{most} input signatures are prepared already, which is max_graphs",
+                f"raise max_graphs, use batch_sizes=, or pad inputs to fewer shapes; "
+                f"first without a plan: {signature}; prepared: {known_shapes}",
+            )
+            return None
+        return self._prepare(structure, tensors)
+
+    def _eager(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Any:
+        args, kwargs = unflatten_inputs(structure, tensors)
+        with torch.no_grad():
+            return self._callee(*args, **kwargs)
+
+    def _fall_back(self, reason: str, remedy: str, *, warn: bool = True) -> None:
+        """Count a call that runs eagerly; warn the first time, or raise if that is forbidden."""
+        if self._options.strict:
+            raise FallbackError(f"{reason}, so the call would run eagerly; {remedy}")
+        with self._lock:
+            seen = self._fallbacks.setdefault(reason, Fallback(reason, remedy))
+            seen.calls += 1
+        if warn and seen.calls == 1:
+            warnings.warn(
+                f"{self._callee.name} runs eagerly: {reason}. {remedy}", NimbleWarning, stacklevel=4
+            )
+
+    # ------------------------------------------------------------ preparing
+
+    def prepare(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Engine:
+        """Make the plan for these example inputs now. Changes nothing in the model."""
+        self._check_usable()
+        if self._disabled:
+            return self
+        if isinstance(args, torch.Tensor):
+            raise InputError("args is a tensor; pass a tuple of arguments, args=(x,)")
+        tensors, structure = flatten_inputs(tuple(args), dict(kwargs or {}))
+        check_tensors(structure, tensors)
+        self._check_call(structure, tensors)
+        if self._batching is not None:
+            self._prepare_batches(structure, tensors)
+        else:
+            self._prepare(structure, tensors)
+        return self
+
+    def _prepare_batches(self, structure: Node, tensors: Sequence[torch.Tensor]) -> None:
+        batching = self._batching
+        assert batching is not None
+        self._check_call(structure, tensors)
+        size = batching.batch_of(tensors)
+        for target in batching.sizes:
+            self._prepare(structure, batching.resized(tensors, size, target))
+
+    def _prepare(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Prepared | None:
+        signature = self._signature(structure, tensors)
+        with self._lock:
+            known = self._prepared.get(signature)
+            if known is not None and known.watch.fits():
+                return known
+            if known is not None:
+                self._prepared.pop(signature).close()
+            unsupported = self._unsupported_device(tensors)
+            if unsupported is not None:
+                self._fall_back(unsupported, "only the CPU has an engine in this version")
+                return None
+            adapter = Adapter(self._callee, structure, signature.autocast)
+            try:
+                prepared = Prepared(
+                    signature, adapter, tensors, self._options, self._folded, self._progress
+                )
+            except CaptureError as error:
+                self._blame(adapter, signature, tensors, error)
+            except MismatchError as error:
+                self._fall_back(f"{signature}: {error}", "please report this model as a bug")
+                return None
+            self._prepared[signature] = prepared
+            return prepared
+
+    def _blame(
+        self,
+        adapter: Adapter,
+        signature: Signature,
+        tensors: Sequence[torch.Tensor],
+        error: CaptureError,
+    ) -> NoReturn:
+        """Raise for a model that could not be captured; InputError if eager refuses the inputs too."""
+        buffers = dict(adapter.named_buffers())
+        state = torch.get_rng_state()
+        try:
+            adapter.eager([tensor.clone() for tensor in tensors], buffers)
+        except Exception as reason:
+            raise InputError(
+                f"{self._callee.name} itself refuses inputs of {signature}: "
+                f"{type(reason).__name__}: {reason}"
+            ) from reason
+        finally:
+            torch.set_rng_state(state)
+        raise error
+
+    def _signature(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Signature:
+        modules = self._callee.modules.values()
+        return Signature(
+            structure,
+            tensor_keys(tensors),
+            AutocastState.current("cpu"),
+            tuple([module.training for owner in modules for module in owner.modules()]),
+        )
+
+    def _check_call(self, structure: Node, tensors: Sequence[torch.Tensor]) -> None:
+        args, kwargs = unflatten_inputs(structure, tensors)
+        self._callee.check_arguments(tuple(args), kwargs)
+        devices = {p.device for m in self._callee.modules.values() for p in m.parameters()}
+        check_devices(structure, tensors, devices.pop() if len(devices) == 1 else None)
+
+    def _unsupported_device(self, tensors: Sequence[torch.Tensor]) -> str | None:
+        owners = self._callee.modules.values()
+        found = {p.device.type for m in owners for p in m.parameters()}
+        found |= {tensor.device.type for tensor in tensors}
+        other = sorted(found - {"cpu"})
+        return f"the device {other[0]!r} has no engine" if other else None
+
+    # ------------------------------------------------------------ weights
+
+    def update_weights(self) -> Engine:
+        """Take the model's present weights into every plan, even changes made through `.data`.
+
+        Changes in place and replaced tensors are noticed by themselves at the next call.
+        """
+        self._check_usable()
+        with self._lock:
+            folded = FoldedConstants()
+            for signature, prepared in list(self._prepared.items()):
+                if prepared.watch.fits():
+                    prepared.take_in(folded)
+                else:
+                    self._prepared.pop(signature).close()
+            super().__setattr__("_folded", folded)
+        return self
+
+    def _take_in_weights(self, prepared: Prepared) -> bool:
+        """Whether the plan can serve the model as it is now, after taking in what changed."""
+        if prepared.watch.unchanged():
+            return True
+        with self._lock:
+            self.update_weights()
+            return prepared.signature in self._prepared
+
+    # ------------------------------------------------------------ looking inside
+
+    @property
+    def taskgraph(self) -> TaskGraph:
+        """Tasks of the signature prepared last, with their measured costs."""
+        return self._latest().choice.lowered.graph
+
+    @property
+    def plan(self) -> Plan:
+        """The chosen plan of the signature prepared last."""
+        return self._latest().choice.plan
+
+    def explain(self) -> Explanation:
+        """What was prepared, what was chosen and why, and what runs eagerly."""
+        return Explanation(
+            model=self._callee.name,
+            disabled=self._disabled,
+            closed=self._closed,
+            signatures=tuple(prepared.account() for prepared in self._prepared.values()),
+            fallbacks=tuple(self._fallbacks.values()),
+        )
+
+    def _latest(self) -> Prepared:
+        self._check_usable()
+        if not self._prepared:
+            raise StateError("nothing is prepared yet; call the engine or prepare(args=(x,)) first")
+        return list(self._prepared.values())[-1]
+
+    # ------------------------------------------------------------ lifecycle
+
+    def close(self) -> None:
+        """End threads and free plans and folded weights. The model itself is untouched."""
+        with self._lock:
+            for prepared in self._prepared.values():
+                prepared.close()
+            self._prepared.clear()
+            super().__setattr__("_folded", FoldedConstants())
+            super().__setattr__("_closed", True)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise StateError(f"this engine of {self._callee.name} is closed; compile the model again")
+        if os.getpid() != self._pid:
+            raise StateError(
+                f"this engine of {self._callee.name} was made in process {self._pid} and its threads "
+                f"do not exist in process {os.getpid()}, a fork of it; compile the model there again"
+            )
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise StateError("an engine cannot be copied; copy the model (.__wrapped__) and compile that")
+
+    def __copy__(self) -> NoReturn:
+        self.__deepcopy__(None)
+
+    def __reduce__(self) -> NoReturn:
+        raise StateError(
+            "an engine cannot be pickled; pickle the model (.__wrapped__) and the plan (plan.save), "
+            "and compile with plan= on the other side"
+        )
+
+    # ------------------------------------------------------------ the model's own face
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.__wrapped__, name)
+        if name in _FLUENT and isinstance(self.__wrapped__, torch.nn.Module):
+            return _Fluent(value, self)
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__wrapped__, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.__wrapped__, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self.__wrapped__)})
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{len(self._prepared)} prepared"
+        return f"<torch_nimble.Engine of {self._callee.name}, {state}>"
+
+
+class _Fluent:
+    """A method of the model that returns the model; here it returns the engine instead."""
+
+    def __init__(self, method: Callable[..., Any], engine: Engine) -> None:
+        self._method, self._engine = method, engine
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._method(*args, **kwargs)
+        return self._engine if result is self._engine.__wrapped__ else result
+
+
+def compile(
+    model: Any = None,
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    on_new_shape: str = "prepare",
+    max_graphs: int = 8,
+    batch_sizes: Sequence[int] | None = None,
+    strict: bool = False,
+    plan: Plan | str | Path | Mapping[str, Any] | None = None,
+    planner: Planner | None = None,
+    progress: Progress = lambda stage: None,
+) -> Any:
+    """Make a model run by ahead-of-time, multi-stream plans.
+
+    With `args` or `kwargs` the plan for such inputs is made now, otherwise at the first call. Without
+    a model, a decorator is returned.
+
+    model: a module, a function or a bound method.
+    on_new_shape: `"prepare"` makes a plan for every new input signature, up to `max_graphs`, and runs
+        further ones eagerly with one warning; `"eager"` runs all but the prepared ones eagerly;
+        `"error"` raises for them.
+    batch_sizes: prepare these batch sizes; other batches are padded up to the next one and the result
+        is cut. Inputs have the batch in their first dimension.
+    strict: raise FallbackError instead of running anything eagerly.
+    plan: a plan (or its file) to run instead of choosing one; it is verified first.
+    planner: a function from TaskGraph (with measured costs) to Plan to use instead of ours.
+    progress: is told each stage of preparation as it begins.
+    """
+    options = Options.checked(
+        on_new_shape=on_new_shape,
+        max_graphs=max_graphs,
+        batch_sizes=batch_sizes,
+        strict=strict,
+        plan=plan,
+        planner=planner,
+    )
+    if model is None:
+        if args is not None or kwargs is not None:
+            raise OptionError("compile() was given inputs but no model")
+        return lambda target: Engine(target, options, progress)
+    engine = Engine(model, options, progress)
+    if args is not None or kwargs is not None:
+        engine.prepare(args or (), kwargs)
+    return engine
+
+
+def plan(model: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Plan:
+    """The maximum-concurrency plan of a model for these inputs. Nothing is run."""
+    return max_concurrency(taskgraph(model, args, kwargs))
+
+
+def taskgraph(
+    model: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> TaskGraph:
+    """The task graph of a model for these inputs, without costs. Nothing is run."""
+    if isinstance(args, torch.Tensor):
+        raise InputError("args is a tensor; pass a tuple of arguments, args=(x,)")
+    callee = Callee(model)
+    tensors, structure = flatten_inputs(tuple(args), dict(kwargs or {}))
+    callee.check_arguments(tuple(args), dict(kwargs or {}))
+    return build_graph(Adapter(callee, structure, AutocastState.current("cpu")), tensors).graph

@@ -1,0 +1,1 @@
+"""Running plans, and measuring them."""

@@ -1,0 +1,242 @@
+"""Plans on the CPU: one thread a stream, the machine's cores divided among them.
+
+Torch releases the interpreter's lock inside operators, so operators of different streams really
+overlap. A plan of one stream runs in the caller's own thread. Each wait is one lock that starts
+taken: telling releases it, waiting takes it again, and so it is ready for the next run.
+
+An exception in a task stops all streams before their next task and is raised in the caller, with a
+note that says which task of which line of the model it was. So does Ctrl-C. The executable can be
+run again afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from torch_nimble.execute.codegen import Compiled, compile_plan
+from torch_nimble.lower import Lowered
+from torch_nimble.plans import Plan
+from torch_nimble.schedule import Span, verify
+
+Tensor = torch.Tensor
+
+
+class Halted(BaseException):
+    """Raised inside a stream when another one has failed; never seen by callers."""
+
+
+class CpuExecutable:
+    """A verified plan, ready to run. Not reentrant: the owner serialises calls of `run`."""
+
+    def __init__(self, lowered: Lowered, plan: Plan, *, intra_threads: int, timed: bool = False) -> None:
+        verify(lowered.graph, plan)
+        self.plan = plan
+        self.intra_threads = intra_threads
+        self.lowered = lowered
+        self.spans: dict[str, tuple[float, float]] = {}
+        self._code = compile_plan(lowered.program, plan, timed=timed)
+        self._code.namespace.update(halt=[], Halted=Halted, spans=self.spans, now=time.perf_counter)
+        self._locks = [threading.Lock() for _ in self._code.waits]
+        for (wait, tell), lock in zip(self._code.waits, self._locks, strict=True):
+            lock.acquire()
+            self._code.namespace.update({wait: lock.acquire, tell: lock.release})
+        self._team = (
+            _Team(self._code, self._locks, intra_threads) if len(self._code.streams) > 1 else None
+        )
+
+    def bind(self, constants: Mapping[str, Tensor]) -> None:
+        """Use these tensors as the program's constants and state from the next run on."""
+        program = self.lowered.program
+        self._code.namespace.update({name: constants[name] for name in program.constants})
+
+    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """One pass over the plan. `inputs` have the layouts of the program's input slots."""
+        code = self._code
+        box: list[Any] = [None] * code.box_size
+        for slot, tensor in zip(code.input_slots, inputs, strict=True):
+            box[slot] = tensor
+        try:
+            code.begin(box)
+            if self._team is not None:
+                self._team.run(box)
+            else:
+                for stream in code.streams:
+                    stream(box)
+        except Exception as error:
+            self._annotate(error)
+            raise
+        outputs = []
+        for output, slot in zip(self.lowered.program.outputs, code.output_slots, strict=True):
+            value = code.namespace[output.name].detach() if slot < 0 else box[slot]
+            outputs.append(value.clone() if output.copy else value)
+        return outputs
+
+    def timeline(self) -> tuple[Span, ...]:
+        """When each task of the last run began and ended; only if made with `timed`."""
+        origin = min((start for start, _ in self.spans.values()), default=0.0)
+        return tuple(
+            Span(
+                launch.task,
+                launch.stream,
+                (self.spans[launch.task][0] - origin) * 1e6,
+                (self.spans[launch.task][1] - origin) * 1e6,
+            )
+            for launch in self.plan.launches
+        )
+
+    def close(self) -> None:
+        """End the threads. The executable cannot be run afterwards."""
+        if self._team is not None:
+            self._team.close()
+
+    def _annotate(self, error: BaseException) -> None:
+        traceback = error.__traceback__
+        while traceback is not None:
+            lines = self._code.tasks_by_line.get(traceback.tb_frame.f_code.co_filename, {})
+            name = lines.get(traceback.tb_lineno)
+            if name is not None:
+                task = self.lowered.graph.tasks[self.lowered.graph.index[name]]
+                error.add_note(
+                    f"torch-nimble: in task {task.name!r} ({task.kind}), "
+                    f"from {task.origin or 'the model'}"
+                )
+            traceback = traceback.tb_next
+
+
+class _Team:
+    """One thread a stream, waiting for runs."""
+
+    def __init__(self, code: Compiled, locks: list[threading.Lock], intra_threads: int) -> None:
+        self._halt: list[bool] = code.namespace["halt"]
+        self._locks = locks
+        self._errors: list[BaseException] = []
+        self._job: list[Any] = []
+        self._go = [_taken() for _ in code.streams]
+        self._done = [_taken() for _ in code.streams]
+        with default_intra_threads_kept():
+            for stream, go, done in zip(code.streams, self._go, self._done, strict=True):
+                threading.Thread(
+                    target=_serve,
+                    args=(weakref.ref(self), stream, go, done, intra_threads),
+                    name=f"torch-nimble {stream.__name__}",
+                    daemon=True,
+                ).start()
+            self._join()
+        self._finalizer = weakref.finalize(self, _end, self._go)
+
+    def run(self, box: list[Any]) -> None:
+        """All streams once; the first error of any of them is raised here."""
+        self._job[:] = [box, torch.is_inference_mode_enabled()]
+        for go in self._go:
+            go.release()
+        try:
+            self._join()
+        finally:
+            self._job.clear()
+            if self._halt:
+                self._reset()
+        if self._errors:
+            error = self._errors[0]
+            self._errors.clear()
+            raise error
+
+    def work(self, stream: Any) -> None:
+        """What a thread does for one run."""
+        box, inference = self._job
+        try:
+            # The order matters: leaving inference mode turns gradients on.
+            with torch.inference_mode(inference), torch.no_grad():
+                stream(box)
+        except Halted:
+            pass
+        except BaseException as error:
+            if not self._halt:
+                self._errors.append(error)
+            self.halt()
+
+    def halt(self) -> None:
+        """Let every stream stop before its next task, those that wait included."""
+        self._halt.append(True)
+        for lock in self._locks:
+            with contextlib.suppress(RuntimeError):  # released already
+                lock.release()
+
+    def close(self) -> None:
+        self._finalizer()
+
+    def _join(self) -> None:
+        interrupt: BaseException | None = None
+        for done in self._done:
+            while True:
+                try:
+                    done.acquire()
+                    break
+                except KeyboardInterrupt as pressed:
+                    interrupt = pressed
+                    self.halt()
+        if interrupt is not None:
+            raise interrupt
+
+    def _reset(self) -> None:
+        self._halt.clear()
+        for lock in self._locks:
+            lock.acquire(blocking=False)
+
+
+def _taken() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+def _serve(
+    team: weakref.ref[_Team],
+    stream: Any,
+    go: threading.Lock,
+    done: threading.Lock,
+    intra_threads: int,
+) -> None:
+    """The life of a thread: it holds no strong reference to its team while it waits."""
+    torch.set_num_threads(intra_threads)
+    done.release()
+    while True:
+        go.acquire()
+        alive = team()
+        if alive is None or not alive._job:
+            return
+        alive.work(stream)
+        del alive
+        done.release()
+
+
+def _end(go: list[threading.Lock]) -> None:
+    for lock in go:
+        lock.release()
+
+
+@contextlib.contextmanager
+def default_intra_threads_kept() -> Iterator[None]:
+    """`torch.set_num_threads` in a thread also changes what later threads start with; undo that.
+
+    The default can be read and set only from a thread that has not used torch yet, without touching
+    the caller's own count.
+    """
+    before: list[int] = []
+    _in_thread(lambda: before.append(torch.get_num_threads()))
+    try:
+        yield
+    finally:
+        _in_thread(lambda: torch.set_num_threads(before[0]))
+
+
+def _in_thread(work: Any) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()

@@ -1,0 +1,69 @@
+"""Times of tasks and of whole plans, taken so that they can be compared."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+ROUNDS_AT_LEAST = 5
+ROUNDS_AT_MOST = 21
+TIE = 1.02
+"""Medians closer than this factor count as equal: the noise of a quiet machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of the rounds of one candidate."""
+
+    rounds_s: tuple[float, ...]
+
+    @property
+    def median_us(self) -> float:
+        """The middle round, in microseconds."""
+        return statistics.median(self.rounds_s) * 1e6
+
+    @property
+    def spread(self) -> float:
+        """Distance between the quartiles over the median."""
+        if len(self.rounds_s) < 3:
+            return 0.0
+        low, middle, high = statistics.quantiles(self.rounds_s, n=4)
+        return (high - low) / middle
+
+
+def race(
+    runs: Mapping[str, Callable[[], None]],
+    before_each: Callable[[], None] = lambda: None,
+    budget_s: float = 1.5,
+    rounds: int | None = None,
+) -> dict[str, Timing]:
+    """Time the runs in interleaved rounds (A B C, A B C, …), so that drift meets all alike.
+
+    `before_each` is called before every run and not timed. Each run is made once beforehand, which
+    also tells how many rounds fit the budget.
+    """
+    warm_s = sum(_timed(run, before_each) for run in runs.values())
+    if rounds is None:
+        fitting = int(budget_s / max(warm_s, 1e-6))
+        rounds = max(ROUNDS_AT_LEAST, min(ROUNDS_AT_MOST, fitting))
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            taken[name].append(_timed(run, before_each))
+    return {name: Timing(tuple(seconds)) for name, seconds in taken.items()}
+
+
+def fastest(timings: Mapping[str, Timing], simplicity: Mapping[str, int]) -> str:
+    """The candidate with the smallest median; ties within the noise go to the simplest."""
+    best = min(timing.median_us for timing in timings.values())
+    close = [name for name, timing in timings.items() if timing.median_us <= best * TIE]
+    return min(close, key=lambda name: (simplicity[name], timings[name].median_us))
+
+
+def _timed(run: Callable[[], None], before: Callable[[], None]) -> float:
+    before()
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start

@@ -1,0 +1,152 @@
+"""What the engine did and why, as a value: text for people, a dict for programs."""
+
+from __future__ import annotations
+
+import html
+import io
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from torch_nimble.plans import GraphFacts
+
+if TYPE_CHECKING:
+    from torch_nimble.prepare import Candidate
+
+
+@dataclass
+class Fallback:
+    """A reason why calls ran eagerly, and how many did."""
+
+    reason: str
+    remedy: str
+    calls: int = 0
+
+
+@dataclass(frozen=True)
+class SignatureAccount:
+    """One prepared signature."""
+
+    inputs: str
+    training: bool
+    calls: int
+    facts: GraphFacts
+    chosen: str
+    streams: int
+    waits: int
+    critical_path_us: float
+    candidates: tuple[Candidate, ...]
+    passes: dict[str, int]
+    stages_s: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """`str()` or `print` it, show it in a notebook, or take `to_dict()`."""
+
+    model: str
+    disabled: bool
+    closed: bool
+    signatures: tuple[SignatureAccount, ...]
+    fallbacks: tuple[Fallback, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as JSON-ready data, with the candidates' times in microseconds."""
+        return {
+            "model": self.model,
+            "device": "cpu",
+            "disabled": self.disabled,
+            "closed": self.closed,
+            "signatures": [_signature_dict(account) for account in self.signatures],
+            "fallbacks": [asdict(fallback) for fallback in self.fallbacks],
+        }
+
+    def __rich__(self) -> RenderableType:
+        parts: list[RenderableType] = [Text(f"{self.model} on the CPU", style="bold")]
+        if self.disabled:
+            parts.append(Text("disabled by TORCH_NIMBLE_DISABLE: every call runs eagerly"))
+        if self.closed:
+            parts.append(Text("closed"))
+        if not self.signatures and not self.disabled and not self.closed:
+            parts.append(Text("nothing prepared yet"))
+        for account in self.signatures:
+            parts += _signature_parts(account)
+        for fallback in self.fallbacks:
+            parts.append(Text(f"{fallback.calls} calls ran eagerly: {fallback.reason}", style="yellow"))
+            parts.append(Text(f"  {fallback.remedy}"))
+        return Group(*parts)
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=100, no_color=True, highlight=False)
+        with console.capture() as captured:
+            console.print(self)
+        return captured.get().rstrip()
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def _signature_dict(account: SignatureAccount) -> dict[str, Any]:
+    entry = asdict(account)
+    entry["candidates"] = [
+        {
+            "name": c.name,
+            "streams": c.streams,
+            "waits": c.waits,
+            "threads": c.threads,
+            "median_us": None if c.timing is None else c.timing.median_us,
+            "spread": None if c.timing is None else c.timing.spread,
+            "rounds": 0 if c.timing is None else len(c.timing.rounds_s),
+            "relative_error": c.error,
+            "chosen": c.name == account.chosen,
+            "note": c.note,
+        }
+        for c in account.candidates
+    ]
+    return entry
+
+
+def _signature_parts(account: SignatureAccount) -> list[RenderableType]:
+    facts = account.facts
+    lines = [
+        f"inputs: {account.inputs}; {account.calls} calls",
+        f"graph: {facts.tasks} tasks, {facts.edges} dependencies ({facts.reduced_edges} after "
+        f"reduction), {facts.chains} chains, at most {facts.width} at a time",
+        f"chosen: {account.chosen}, {account.streams} streams, {account.waits} waits; "
+        f"critical path {account.critical_path_us / 1000:.2f} ms",
+    ]
+    if account.training:
+        lines.append(
+            "the model is in training mode: batch norm is not folded and dropout draws; "
+            "call eval() for inference"
+        )
+    table = Table(box=None, pad_edge=False)
+    for column in (
+        "candidate",
+        "streams",
+        "waits",
+        "threads each",
+        "median",
+        "spread",
+        "error",
+        "",
+    ):
+        table.add_column(column, justify="left" if column in ("candidate", "") else "right")
+    for c in account.candidates:
+        timed = c.timing is not None
+        table.add_row(
+            c.name,
+            str(c.streams),
+            str(c.waits),
+            str(c.threads),
+            f"{c.timing.median_us / 1000:.2f} ms" if c.timing else "–",
+            f"{c.timing.spread:.0%}" if c.timing else "–",
+            f"{c.error:.1e}" if timed and c.error is not None else "–",
+            "← chosen" if c.name == account.chosen else c.note,
+        )
+    total = sum(account.stages_s.values())
+    stages = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in account.stages_s.items())
+    return [*map(Text, lines), table, Text(f"prepared in {total:.1f} s: {stages}")]

@@ -1,0 +1,361 @@
+"""One ATen operator, one task: the lowering for the CPU, and the fallback elsewhere.
+
+What shares memory with what is observed rather than read from schemas: every operator is run once
+on fake tensors, which have storages but no data. An operator whose results all live in storages of
+its arguments is a view and no task. Operators that depend on constants alone are folded. Every task
+states the regions it reads and writes; writes into existing memory come from the schema, and every
+operator that draws random numbers writes the generator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+from torch_nimble.capture import Captured
+from torch_nimble.capture.failure import origin
+from torch_nimble.lower.passes import run_passes
+from torch_nimble.lower.program import Call, InputSlot, Output, Program, Ref
+from torch_nimble.regions import Region
+from torch_nimble.taskgraph import Buffer, BufferKind, Task, TaskGraph
+
+_aten = torch.ops.aten
+GENERATOR = "generator"
+
+# Folding may trade memory for time, but not without bound (an expanded mask, say).
+_FOLD_FREELY_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered:
+    """A task graph, the program that carries it out, and what each pass changed."""
+
+    graph: TaskGraph
+    program: Program
+    passes: Mapping[str, int]
+
+
+def lower(captured: Captured) -> Lowered:
+    """Tasks of a captured graph; the captured graph itself is not changed."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(captured.graph, {}))
+    frozen = frozenset(captured.constants) - captured.mutated
+    passes = run_passes(graph, frozen)
+    return _Lowering(captured, graph).result(passes)
+
+
+class _Lowering:
+    """The state of one lowering: what is known about every value so far."""
+
+    def __init__(self, captured: Captured, graph: fx.Graph) -> None:
+        self.captured = captured
+        self.nodes = list(graph.nodes)
+        self.fakes, self.copied = _observe(captured, self.nodes)
+        self.output = graph.output_node()
+        self.buffer_of: dict[int, str] = {}
+        self.buffers: dict[str, Buffer] = {}
+        self.constant: set[fx.Node] = set()
+        self.same_as: dict[str, str] = {}  # values that were found to be another one
+        self.calls: dict[str, list[Call]] = {}
+        self.preamble: list[Call] = []
+        self.folding: list[Call] = []
+        self.tasks: list[Task] = []
+        self.home: dict[str, str] = {}  # value → task whose calls make it
+
+    def result(self, passes: Mapping[str, int]) -> Lowered:
+        kept = self._storages_that_leave()
+        for node in self.nodes:
+            if node.op == "placeholder":
+                self._placeholder(node)
+            elif node.op == "call_function":
+                self._operator(node, kept)
+        outputs = self._outputs()
+        return Lowered(
+            TaskGraph.from_conflicts(self.tasks, self.buffers.values()),
+            Program(
+                inputs=tuple(self._input_slot(name) for name in self.captured.inputs),
+                sources=self.captured.constants,
+                folding=tuple(self.folding),
+                constants=self._constants_used(outputs),
+                state=frozenset(self.captured.constants) & self.captured.mutated,
+                preamble=tuple(self.preamble),
+                tasks={name: tuple(calls) for name, calls in self.calls.items()},
+                outputs=outputs,
+                output_structure=self.captured.output_structure,
+            ),
+            passes,
+        )
+
+    # ------------------------------------------------------------ one node at a time
+
+    def _placeholder(self, node: fx.Node) -> None:
+        name = node.name
+        kind: BufferKind = "input"
+        if name in self.captured.constants:
+            kind = "state" if name in self.captured.mutated else "constant"
+            if kind == "constant":
+                self.constant.add(node)
+        for fake in _tensors(self.fakes[node]):
+            self._own(fake, name, kind)
+
+    def _operator(self, node: fx.Node, kept: set[int]) -> None:
+        assert callable(node.target)
+        target = Copied(node.target) if node in self.copied else node.target
+        call = Call(node.name, target, self._refs(node.args), self._refs(node.kwargs))
+        mutated = _mutated_arguments(node)
+        inputs = [
+            fake for argument in node.all_input_nodes for fake in _tensors(self.fakes.get(argument))
+        ]
+        results = list(_tensors(self.fakes[node]))
+        known = {_storage(fake) for fake in inputs}
+        fresh = [fake for fake in results if _storage(fake) not in known]
+        random = _draws_random(node)
+
+        if not mutated and not random and self._is_constant(node, inputs, fresh):
+            self.constant.add(node)
+            self.folding.append(call)
+            for fake in fresh:
+                self._own(fake, node.name, "constant")
+        elif not mutated and results and not fresh:
+            self._view(node, call)
+        elif self._is_idle_clone(node, kept):
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            self.same_as[node.name] = self.same_as.get(source.name, source.name)
+            self.buffer_of[_storage(self.fakes[node])] = self._buffer(self.fakes[source])
+            if source.name in self.home:
+                self.home[node.name] = self.home[source.name]
+        else:
+            self._task(node, call, inputs, fresh, mutated, random)
+
+    def _is_constant(self, node: fx.Node, inputs: list[torch.Tensor], fresh: list[torch.Tensor]) -> bool:
+        if not all(argument in self.constant for argument in node.all_input_nodes):
+            return False
+        if node.is_impure():
+            return False
+        given, made = sum(map(_nbytes, inputs)), sum(map(_nbytes, fresh))
+        return made <= max(_FOLD_FREELY_BYTES, 2 * given)
+
+    def _is_idle_clone(self, node: fx.Node, kept: set[int]) -> bool:
+        """A clone that changes no layout, whose memory nobody keeps or overwrites."""
+        if node.target is not _aten.clone.default or not isinstance(node.args[0], fx.Node):
+            return False
+        made, source = self.fakes[node], self.fakes[node.args[0]]
+        buffer = self.buffers[self._buffer(source)]
+        rewritten = buffer.kind == "state" or buffer.name in self.captured.mutated
+        return made.stride() == source.stride() and _storage(made) not in kept and not rewritten
+
+    def _view(self, node: fx.Node, call: Call) -> None:
+        """Metadata only: done with whatever makes the value that is looked at."""
+        (base,) = node.all_input_nodes
+        home = self.home.get(base.name)
+        if home is not None:
+            self.home[node.name] = home
+            self.calls[home].append(call)
+        else:
+            self.preamble.append(call)
+
+    def _task(
+        self,
+        node: fx.Node,
+        call: Call,
+        inputs: list[torch.Tensor],
+        fresh: list[torch.Tensor],
+        mutated: list[fx.Node],
+        random: bool,
+    ) -> None:
+        written = [fake for argument in mutated for fake in _tensors(self.fakes[argument])]
+        reads = [self._region(fake) for fake in inputs if not any(fake is w for w in written)]
+        writes = [self._region(fake) for fake in written]
+        for position, fake in enumerate(fresh):
+            name = node.name if len(fresh) == 1 else f"{node.name}.{position}"
+            writes.append(Region(self._own(fake, name, "temporary")))
+        if random:
+            self.buffers.setdefault(GENERATOR, Buffer(GENERATOR, "generator"))
+            writes.append(Region(GENERATOR))
+        self.tasks.append(
+            Task(
+                name=node.name,
+                kind=_kind(node),
+                reads=tuple(dict.fromkeys(reads)),
+                writes=tuple(dict.fromkeys(writes)),
+                origin=origin(node),
+            )
+        )
+        self.calls[node.name] = [call]
+        self.home[node.name] = node.name
+
+    # ------------------------------------------------------------ memory
+
+    def _own(self, fake: torch.Tensor, name: str, kind: BufferKind) -> str:
+        """The buffer of a storage, a new one of that name if the storage was not seen before."""
+        key = _storage(fake)
+        if key not in self.buffer_of:
+            self.buffer_of[key] = name
+            strided = fake.layout is torch.strided
+            nbytes = fake.untyped_storage().nbytes() if strided else 0
+            self.buffers[name] = Buffer(name, kind, nbytes)
+        return self.buffer_of[key]
+
+    def _buffer(self, fake: torch.Tensor) -> str:
+        return self.buffer_of[_storage(fake)]
+
+    def _region(self, fake: torch.Tensor) -> Region:
+        buffer = self._buffer(fake)
+        # Values of one-time buffers are written as a whole before anything reads them; only memory
+        # that is written in place needs exact bounds.
+        if fake.layout is not torch.strided or self.buffers[buffer].kind == "temporary":
+            return Region(buffer)
+        size = fake.element_size()
+        return Region(
+            buffer,
+            int(fake.storage_offset()) * size,
+            tuple(fake.shape),
+            tuple(stride * size for stride in fake.stride()),
+            size,
+        )
+
+    def _storages_that_leave(self) -> set[int]:
+        """Storages that are handed to the caller or written in place."""
+        leaving = list(self.output.all_input_nodes)
+        for node in self.nodes:
+            if node.op == "call_function":
+                leaving += _mutated_arguments(node)
+        return {_storage(fake) for node in leaving for fake in _tensors(self.fakes[node])}
+
+    # ------------------------------------------------------------ program parts
+
+    def _refs(self, value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            if value.op == "get_attr":
+                return getattr(self.captured.owner, str(value.target))
+            return Ref(self.same_as.get(value.name, value.name))
+        if isinstance(value, tuple):
+            return tuple(map(self._refs, value))
+        if isinstance(value, list):
+            return [self._refs(item) for item in value]
+        if isinstance(value, dict):
+            return {key: self._refs(item) for key, item in value.items()}
+        return value
+
+    def _input_slot(self, name: str) -> InputSlot:
+        node = next(node for node in self.nodes if node.name == name)
+        fake = self.fakes[node]
+        return InputSlot(name, tuple(fake.shape), fake.stride(), name in self.captured.mutated)
+
+    def _outputs(self) -> tuple[Output, ...]:
+        outputs = []
+        for node in self.output.args[0]:  # type: ignore[union-attr]
+            assert isinstance(node, fx.Node)
+            buffer = self.buffers[self._buffer(self.fakes[node])]
+            folded = buffer.kind == "constant" and buffer.name not in self.captured.constants
+            outputs.append(Output(self.same_as.get(node.name, node.name), copy=folded))
+        return tuple(outputs)
+
+    def _constants_used(self, outputs: Iterable[Output]) -> frozenset[str]:
+        named = set(self.captured.constants) | {call.name for call in self.folding}
+        calls = [call for group in self.calls.values() for call in group] + self.preamble
+        used = {name for call in calls for name in call.refs()} | {out.name for out in outputs}
+        return frozenset(named & used)
+
+
+# -------------------------------------------------------------------- facts about nodes
+
+
+class Copied:
+    """An operator whose results are copied, so that they are memory of their own."""
+
+    def __init__(self, target: Callable[..., Any]) -> None:
+        self.target = target
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return tree_map_only(torch.Tensor, torch.clone, self.target(*args, **kwargs))
+
+
+def _observe(captured: Captured, nodes: list[fx.Node]) -> tuple[dict[fx.Node, Any], set[fx.Node]]:
+    """The value of every node as fake tensors that share storages as real ones would.
+
+    A view that takes several tensors would have to wait for all of them without touching memory;
+    there are few such operators (`broadcast_tensors`), and the second result says which: they are to
+    be copied instead, and their fakes are.
+    """
+    fakes: dict[fx.Node, Any] = {}
+    copied: set[fx.Node] = set()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def resolve(value: Any) -> Any:
+        return fx.node.map_arg(value, lambda node: fakes[node])
+
+    with mode, torch.no_grad():
+        for node in nodes:
+            if node.op == "placeholder":
+                source = captured.constants.get(node.name)
+                known = source.tensor() if source is not None else None
+                fakes[node] = _like(mode, node.meta["val"] if known is None else known)
+            elif node.op == "get_attr":
+                fakes[node] = getattr(captured.owner, str(node.target))
+            elif node.op == "call_function":
+                assert callable(node.target)
+                args, kwargs = resolve(node.args), resolve(node.kwargs)
+                fakes[node] = node.target(*args, **kwargs)
+                if len(node.all_input_nodes) > 1 and not _mutated_arguments(node):
+                    given = {_storage(fake) for fake in _tensors((args, list(kwargs.values())))}
+                    if any(_storage(fake) in given for fake in _tensors(fakes[node])):
+                        copied.add(node)
+                        fakes[node] = Copied(node.target)(*args, **kwargs)
+    return fakes, copied
+
+
+def _like(mode: FakeTensorMode, value: torch.Tensor) -> torch.Tensor:
+    if type(value).__name__ == "FakeTensor":
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return mode.from_tensor(value.detach(), static_shapes=True)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _storage(fake: torch.Tensor) -> int:
+    return fake.untyped_storage()._cdata if fake.layout is torch.strided else id(fake)
+
+
+def _nbytes(fake: torch.Tensor) -> int:
+    return fake.numel() * fake.element_size()
+
+
+def _kind(node: fx.Node) -> str:
+    """`aten.conv2d.default` and the like."""
+    return str(node.target)
+
+
+def _mutated_arguments(node: fx.Node) -> list[fx.Node]:
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    mutated = []
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = node.kwargs.get(argument.name)
+            if position < len(node.args):
+                given = node.args[position]
+            mutated += [n for n in (given if isinstance(given, list | tuple) else [given])
+                        if isinstance(n, fx.Node)]  # fmt: skip
+    return mutated
+
+
+def _draws_random(node: fx.Node) -> bool:
+    if node.target is _aten.scaled_dot_product_attention.default:
+        probability = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+        return bool(probability != 0.0)
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())

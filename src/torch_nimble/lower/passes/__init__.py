@@ -1,0 +1,26 @@
+"""The rewrites of an ATen graph before it becomes tasks, in their order.
+
+Each takes the graph (a copy that belongs to the lowering) and the names of its constants, changes
+the graph in place, and returns how many places it changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import fx
+
+from torch_nimble.lower.passes.fold import fold_batch_norm
+from torch_nimble.lower.passes.guard import drop_checks, protect_results
+
+Pass = Callable[[fx.Graph, frozenset[str]], int]
+
+PASSES: tuple[Pass, ...] = (drop_checks, fold_batch_norm, protect_results)
+
+
+def run_passes(graph: fx.Graph, constants: frozenset[str]) -> dict[str, int]:
+    """Run every pass, drop dead code, and say what each did."""
+    done = {rewrite.__name__: rewrite(graph, constants) for rewrite in PASSES}
+    before = len(graph.nodes)
+    graph.eliminate_dead_code()
+    return {**done, "dead_code": before - len(graph.nodes)}

@@ -1,0 +1,83 @@
+"""How the tasks of a graph are carried out: calls on named values.
+
+A `Program` belongs to a `TaskGraph`: it has one call for each task, followed by the views that are
+taken of its result. Values have the names of the graph's nodes, which are valid Python identifiers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch_nimble.capture import Source
+from torch_nimble.tree import Structure
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A value of the program, by name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """`name = target(*args, **kwargs)`, with a Ref wherever a value of the program is meant."""
+
+    name: str
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def refs(self) -> Iterator[str]:
+        """Names of the values that are read, each as often as it occurs."""
+        yield from _refs(self.args)
+        yield from _refs(tuple(self.kwargs.values()))
+
+
+def _refs(value: Any) -> Iterator[str]:
+    if isinstance(value, Ref):
+        yield value.name
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _refs(item)
+
+
+@dataclass(frozen=True, slots=True)
+class InputSlot:
+    """A tensor the caller gives: the layout the graph was made for, and whether it is written."""
+
+    name: str
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    mutated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A value handed to the caller; `copy` if it would otherwise be memory of the engine's."""
+
+    name: str
+    copy: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """Everything an executor needs beside the task graph and a plan."""
+
+    inputs: tuple[InputSlot, ...]
+    sources: Mapping[str, Source]
+    """Constants that live in the model, by name."""
+    folding: tuple[Call, ...]
+    """Computes further constants from the sources, once and whenever those change."""
+    constants: frozenset[str]
+    """The sources and folded values that some call or output reads."""
+    state: frozenset[str]
+    """Sources that the program writes."""
+    preamble: tuple[Call, ...]
+    """Views of the inputs."""
+    tasks: Mapping[str, tuple[Call, ...]]
+    """For each task its call, then the views taken of its result."""
+    outputs: tuple[Output, ...]
+    output_structure: Structure

@@ -1,0 +1,115 @@
+"""One prepared signature: its executable, the weights it depends on, and its record."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torch_nimble.capture import Adapter
+from torch_nimble.explain import SignatureAccount
+from torch_nimble.options import Options
+from torch_nimble.prepare import Choice, Progress, prepare
+from torch_nimble.schedule import critical_path
+from torch_nimble.signature import Signature
+from torch_nimble.tree import unflatten_output
+from torch_nimble.weights import FoldedConstants, Watch
+
+
+class Prepared:
+    """Runs calls of one signature, one at a time, from any thread."""
+
+    def __init__(
+        self,
+        signature: Signature,
+        adapter: Adapter,
+        tensors: Sequence[torch.Tensor],
+        options: Options,
+        folded: FoldedConstants,
+        progress: Progress,
+    ) -> None:
+        self.signature = signature
+        self.choice: Choice = prepare(adapter, tensors, options, folded, progress)
+        self._program = self.choice.lowered.program
+        self._lock = threading.Lock()
+        self._written = [i for i, slot in enumerate(self._program.inputs) if slot.mutated]
+        self.watch = Watch(self._program.sources, self._program.state)
+        self.calls = 0
+
+    @property
+    def writes(self) -> bool:
+        """Whether a call changes the model's buffers or its own inputs."""
+        return bool(self._written or self._program.state)
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """One call: the result in the model's own structure, its tensors the caller's to keep."""
+        slots = self._program.inputs
+        inputs = [
+            t if t.stride() == slot.strides else _relaid(t, slot.strides)
+            for t, slot in zip(tensors, slots, strict=True)
+        ]
+        with self._lock, torch.no_grad(), _no_autocast():
+            self.calls += 1
+            results = self.choice.executable.run(inputs)
+            for i in self._written:
+                if inputs[i] is not tensors[i]:
+                    tensors[i].copy_(inputs[i])
+        return unflatten_output(self._program.output_structure, results)
+
+    def refusal(self, tensors: Sequence[torch.Tensor]) -> str | None:
+        """Why this call must not be run by the plan: a written input that shares memory."""
+        for i in self._written:
+            memory = tensors[i].untyped_storage().data_ptr()
+            shared = [
+                j for j, other in enumerate(tensors)
+                if j != i and memory == other.untyped_storage().data_ptr() != 0
+            ]  # fmt: skip
+            if shared:
+                return f"input {i}, which the model writes, shares memory with input {shared[0]}"
+        return None
+
+    def take_in(self, folded: FoldedConstants) -> None:
+        """Use the model's present weights from the next call on."""
+        constants = folded.evaluate(self._program)
+        with self._lock:
+            self.choice.executable.bind(constants)
+            self.watch = Watch(self._program.sources, self._program.state)
+
+    def close(self) -> None:
+        """End the threads, after a call that is under way."""
+        with self._lock:
+            self.choice.executable.close()
+
+    def account(self) -> SignatureAccount:
+        """What `explain()` says about this signature."""
+        graph, plan = self.choice.lowered.graph, self.choice.plan
+        assert plan.facts is not None
+        return SignatureAccount(
+            inputs=str(self.signature),
+            training=any(self.signature.training),
+            calls=self.calls,
+            facts=plan.facts,
+            chosen=self.choice.chosen,
+            streams=plan.streams,
+            waits=plan.waits,
+            critical_path_us=critical_path(graph)[0],
+            candidates=self.choice.candidates,
+            passes=dict(self.choice.lowered.passes),
+            stages_s=self.choice.stages_s,
+        )
+
+
+def _relaid(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """A copy in the layout that the plan was made for."""
+    made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor)
+
+
+def _no_autocast() -> contextlib.AbstractContextManager[Any]:
+    """Autocast off: its casts are part of the graph already."""
+    if torch.is_autocast_enabled("cpu"):
+        return torch.autocast("cpu", enabled=False)
+    return contextlib.nullcontext()

@@ -1,0 +1,112 @@
+"""From a task graph to a plan: serial, maximum concurrency, k lanes, or streams of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch_nimble.errors import OptionError, PlanError
+from torch_nimble.plans import GraphFacts, Launch, Plan
+from torch_nimble.schedule.lanes import list_schedule
+from torch_nimble.schedule.matching import FREE
+from torch_nimble.schedule.reduce import closure, reduce
+from torch_nimble.schedule.simulate import critical_path
+from torch_nimble.schedule.streams import chain_pairs, number_streams, stream_pairs, width
+from torch_nimble.schedule.waits import minimal_waits
+from torch_nimble.taskgraph import TaskGraph
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """The graph's facts and the stream of each task at maximum concurrency."""
+
+    facts: GraphFacts
+    stream: tuple[int, ...]
+
+
+def analyse(graph: TaskGraph) -> Analysis:
+    """Reduce, match, and put chains on the fewest streams."""
+    reach = closure(graph.successors)
+    reduced = reduce(graph.successors, reach)
+    chains = chain_pairs(reduced)
+    streams = stream_pairs(reduced, reach, chains)
+    facts = GraphFacts(
+        tasks=len(graph.tasks),
+        edges=len(graph.edges),
+        reduced_edges=sum(map(len, reduced)),
+        chains=chains.count(FREE),
+        width=width(reach, streams),
+        critical_path_us=critical_path(graph)[0],
+        costs="given" if graph.has_costs else "unit",
+    )
+    return Analysis(facts, tuple(number_streams(streams)))
+
+
+def serial(graph: TaskGraph, analysis: Analysis | None = None) -> Plan:
+    """Everything on one stream in program order."""
+    stream = [0] * len(graph.tasks)
+    return _plan(graph, range(len(graph.tasks)), stream, "serial", analysis)
+
+
+def max_concurrency(graph: TaskGraph, analysis: Analysis | None = None) -> Plan:
+    """No order but the graph's own, the fewest waits for that, the fewest streams for these."""
+    analysis = analysis or analyse(graph)
+    return _plan(graph, range(len(graph.tasks)), analysis.stream, "max-concurrency", analysis)
+
+
+def lanes(graph: TaskGraph, count: int, analysis: Analysis | None = None) -> Plan:
+    """Critical path first on `count` lanes, with the fewest waits for that placement."""
+    if count < 1:
+        raise OptionError(f"a plan needs at least one lane, not {count}")
+    order, lane = list_schedule(graph.successors, graph.costs_us, count)
+    return _plan(graph, order, lane, f"{count} lanes", analysis)
+
+
+def plan_from_streams(
+    graph: TaskGraph,
+    stream_of: Mapping[str, int],
+    order: Sequence[str] | None = None,
+    *,
+    name: str = "custom",
+) -> Plan:
+    """A plan of one's own: the stream of every task, and the launch order if not program order.
+
+    The waits are filled in: the fewest that keep every dependency for that placement.
+    """
+    missing = [task.name for task in graph.tasks if task.name not in stream_of]
+    if missing:
+        raise PlanError(f"{len(missing)} tasks have no stream, {missing[0]!r} first; give each one")
+    positions = list(range(len(graph.tasks)))
+    if order is not None:
+        if sorted(order) != sorted(graph.index):
+            raise PlanError("the launch order must name every task of the graph exactly once")
+        positions = [graph.index[task] for task in order]
+        rank = {task: i for i, task in enumerate(positions)}
+        for u, v in graph.edges:
+            if rank[u] > rank[v]:
+                raise PlanError(
+                    f"the launch order has {graph.tasks[v].name!r} before "
+                    f"{graph.tasks[u].name!r}, which it depends on"
+                )
+    stream = [stream_of[task.name] for task in graph.tasks]
+    return _plan(graph, positions, stream, name, None)
+
+
+def _plan(
+    graph: TaskGraph,
+    order: Sequence[int],
+    stream: Sequence[int],
+    planner: str,
+    analysis: Analysis | None,
+) -> Plan:
+    waits = minimal_waits(graph.successors, order, stream)
+    launches = tuple(
+        Launch(
+            task=graph.tasks[i].name,
+            stream=stream[i],
+            waits=tuple(graph.tasks[j].name for j in waits[i]),
+            cost_us=graph.tasks[i].cost_us,
+        )
+        for i in order
+    )
+    return Plan(launches, planner, (analysis or analyse(graph)).facts)

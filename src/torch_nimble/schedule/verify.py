@@ -1,0 +1,117 @@
+"""Is every dependency of the graph ordered by the plan? Checked on its own, trusting no planner.
+
+Each task gets a vector clock: for every stream, how many of its launches have surely ended before
+this task starts. A task inherits the clock of its predecessor on the stream and of the tasks it
+waits for. Two conflicting tasks are ordered exactly if the later one's clock covers the earlier.
+Conflicts are found again from the regions, not taken from the edges alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch_nimble.errors import PlanError
+from torch_nimble.plans import Plan
+from torch_nimble.regions import Region, disjoint
+from torch_nimble.taskgraph import TaskGraph
+
+
+def verify(graph: TaskGraph, plan: Plan) -> None:
+    """Raise PlanError unless the plan runs every task once and orders every dependency."""
+    place = _places(graph, plan)
+    clocks = _clocks(plan, place)
+    for u, v in _dependencies(graph):
+        earlier, later = graph.tasks[u].name, graph.tasks[v].name
+        stream, position = place[earlier]
+        if clocks[later].get(stream, 0) < position:
+            raise PlanError(
+                f"the plan does not order {later!r} (stream {place[later][0]}) after {earlier!r} "
+                f"(stream {stream}), which it depends on{_reason(graph, u, v)}; "
+                f"add {earlier!r} to the waits of {later!r}"
+            )
+
+
+def happens_before(graph: TaskGraph, plan: Plan) -> set[tuple[str, str]]:
+    """All pairs of tasks that the plan orders, directly or not."""
+    place = _places(graph, plan)
+    clocks = _clocks(plan, place)
+    return {
+        (earlier, later)
+        for later, clock in clocks.items()
+        for earlier, (stream, position) in place.items()
+        if earlier != later and clock.get(stream, 0) >= position
+    }
+
+
+def _places(graph: TaskGraph, plan: Plan) -> dict[str, tuple[int, int]]:
+    """Stream and position on it (from 1) of each task; every task must be there exactly once."""
+    place: dict[str, tuple[int, int]] = {}
+    length: dict[int, int] = {}
+    for launch in plan.launches:
+        if launch.task not in graph.index:
+            raise PlanError(
+                f"the plan launches {launch.task!r}, which the graph of {len(graph.tasks)} tasks "
+                "does not have; was the plan made for another network or another version of it?"
+            )
+        if launch.task in place:
+            raise PlanError(f"the plan launches {launch.task!r} twice; each task runs exactly once")
+        length[launch.stream] = length.get(launch.stream, 0) + 1
+        place[launch.task] = (launch.stream, length[launch.stream])
+    if len(place) < len(graph.tasks):
+        missing = [task.name for task in graph.tasks if task.name not in place]
+        raise PlanError(
+            f"the plan misses {len(missing)} of {len(graph.tasks)} tasks, {missing[0]!r} first; "
+            "each task must be launched exactly once"
+        )
+    return place
+
+
+def _clocks(plan: Plan, place: dict[str, tuple[int, int]]) -> dict[str, dict[int, int]]:
+    clocks: dict[str, dict[int, int]] = {}
+    last_on: dict[int, str] = {}
+    for launch in plan.launches:
+        clock: dict[int, int] = {}
+        for name in (*launch.waits, *filter(None, [last_on.get(launch.stream)])):
+            if name not in clocks:
+                known = name in place
+                raise PlanError(
+                    f"{launch.task!r} waits for {name!r}, which "
+                    + ("is launched later: that would never end" if known else "is not in the plan")
+                )
+            for stream, position in clocks[name].items():
+                if clock.get(stream, 0) < position:
+                    clock[stream] = position
+            stream, position = place[name]
+            clock[stream] = max(clock.get(stream, 0), position)
+        clocks[launch.task] = clock
+        last_on[launch.stream] = launch.task
+    return clocks
+
+
+def _dependencies(graph: TaskGraph) -> Iterator[tuple[int, int]]:
+    """The graph's edges, then every pair that conflicts in memory."""
+    yield from graph.edges
+    accesses: dict[str, list[tuple[int, Region, bool]]] = {}
+    for i, task in enumerate(graph.tasks):
+        for regions, is_write in ((task.reads, False), (task.writes, True)):
+            for region in regions:
+                accesses.setdefault(region.buffer, []).append((i, region, is_write))
+    for touched in accesses.values():
+        writes = [access for access in touched if access[2]]
+        for i, region, _ in writes:
+            for j, other, other_writes in touched:
+                if (j > i or (j < i and not other_writes)) and not disjoint(region, other):
+                    yield min(i, j), max(i, j)
+
+
+def _reason(graph: TaskGraph, u: int, v: int) -> str:
+    """Through which buffer, where regions say so."""
+    earlier, later = graph.tasks[u], graph.tasks[v]
+    for w in earlier.writes:
+        for done, regions in (("reads", later.reads), ("overwrites", later.writes)):
+            if any(not disjoint(w, t) for t in regions):
+                return f" ({earlier.name!r} writes {w.buffer!r}, which {later.name!r} {done})"
+    for r in earlier.reads:
+        if any(not disjoint(r, w) for w in later.writes):
+            return f" ({earlier.name!r} reads {r.buffer!r}, which {later.name!r} overwrites)"
+    return ""

@@ -1,0 +1,91 @@
+"""What makes two calls the same to the engine: structure, shapes, dtypes, devices, modes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from torch_nimble.capture import AutocastState
+from torch_nimble.errors import InputError
+from torch_nimble.tree import Leaf, Node, Opaque, Static, Structure, leaf_paths
+
+TensorKey = tuple[tuple[int, ...], torch.dtype, torch.device]
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """One prepared plan serves exactly the calls of one signature."""
+
+    structure: Node
+    tensors: tuple[TensorKey, ...]
+    autocast: AutocastState | None
+    training: tuple[bool, ...]
+    """The mode of every module of the model, in its order."""
+
+    def __str__(self) -> str:
+        shapes = [
+            f"{'x'.join(map(str, shape)) or 'scalar'} {str(dtype).removeprefix('torch.')}"
+            for shape, dtype, _ in self.tensors
+        ]
+        modes = []
+        if any(self.training):
+            modes.append("training")
+        if self.autocast is not None:
+            modes.append(f"autocast {str(self.autocast.dtype).removeprefix('torch.')}")
+        return ", ".join(shapes) + (f" ({', '.join(modes)})" if modes else "")
+
+
+def tensor_keys(tensors: Sequence[torch.Tensor]) -> tuple[TensorKey, ...]:
+    """Shape, dtype and device of each."""
+    return tuple((tuple(t.shape), t.dtype, t.device) for t in tensors)
+
+
+def check_tensors(structure: Node, tensors: Sequence[torch.Tensor]) -> None:
+    """InputError for what no plan can take: inputs that want gradients, or are not dense."""
+    for i, tensor in enumerate(tensors):
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise InputError(
+                f"input {_path(structure, i)} requires grad, but a compiled model does not record "
+                "gradients: call it under torch.no_grad() or pass x.detach(); to train, call the "
+                "model itself"
+            )
+        if tensor.layout is not torch.strided:
+            raise InputError(
+                f"input {_path(structure, i)} has the layout {tensor.layout}; only dense tensors are "
+                "supported: pass x.to_dense()"
+            )
+
+
+def check_devices(structure: Node, tensors: Sequence[torch.Tensor], device: torch.device | None) -> None:
+    """InputError if inputs lie on another device than the model's parameters, or on several."""
+    for i, tensor in enumerate(tensors):
+        expected = device if device is not None else tensors[0].device
+        if tensor.device != expected and (tensor.dim() > 0 or tensor.device.type == "meta"):
+            owner = "the model's parameters are" if device is not None else "another input is"
+            raise InputError(
+                f"input {_path(structure, i)} is on {tensor.device}, but {owner} on {expected}; "
+                f"move it with .to({str(expected)!r})"
+            )
+
+
+def check_kinds(known: Structure, given: Structure, path: str = "") -> None:
+    """InputError where a tensor was prepared for and something else than a tensor or None is given.
+
+    None is let through, as optional arguments are; what differs otherwise is another signature.
+    """
+    if isinstance(known, Leaf) and isinstance(given, Static) and given.value is not None:
+        raise InputError(
+            f"input {path} is {given.value!r} ({type(given.value).__name__}), but was a tensor when "
+            "the model was prepared; pass a tensor, for example torch.tensor(value)"
+        )
+    if isinstance(known, Node) and isinstance(given, Node) and known.type is given.type:
+        labels = known.keys if len(known.keys) == len(known.children) else range(10**6)
+        for label, a, b in zip(labels, known.children, given.children, strict=False):
+            check_kinds(a, b, f"{path}[{label!r}]")
+
+
+def _path(structure: Structure, position: int) -> str:
+    assert not isinstance(structure, Opaque)
+    return list(leaf_paths(structure))[position]

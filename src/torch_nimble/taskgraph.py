@@ -1,0 +1,354 @@
+"""Tasks, the memory they touch, and the dependencies that follow from it.
+
+A task lists the regions it reads and writes. Task v depends on an earlier task u when they touch
+overlapping memory and at least one of them writes it. That one rule covers dataflow, in-place
+updates, views, batch-norm statistics, caches in the caller's tensors, and the random generator
+(a buffer that every random task writes). A graph from elsewhere may give bare edges instead.
+
+Tasks stand in a topological order, so an edge (u, v) always has u < v. No torch in here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from heapq import heapify, heappop, heappush
+from pathlib import Path
+from typing import Any, Literal
+
+from torch_nimble.errors import GraphError
+from torch_nimble.regions import Region, disjoint
+
+FORMAT = "torch-nimble/taskgraph/1"
+
+BufferKind = Literal["input", "constant", "state", "temporary", "generator"]
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """One allocation. `nbytes` is 0 where the size is unknown or does not matter."""
+
+    name: str
+    kind: BufferKind = "temporary"
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One launch: what it is called, what it does, what it touches, where in the model it is from."""
+
+    name: str
+    kind: str = ""
+    reads: tuple[Region, ...] = ()
+    writes: tuple[Region, ...] = ()
+    origin: str = ""
+    cost_us: float | None = None
+
+
+def conflict(earlier: Task, later: Task) -> bool:
+    """Whether the two touch overlapping memory with at least one write."""
+    return (
+        any(not disjoint(w, t) for w in earlier.writes for t in (*later.reads, *later.writes))
+        or any(not disjoint(r, w) for r in earlier.reads for w in later.writes)
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TaskGraph:
+    """Tasks in topological order and the edges between them, as pairs of positions."""
+
+    tasks: tuple[Task, ...]
+    edges: tuple[tuple[int, int], ...]
+    buffers: tuple[Buffer, ...] = ()
+
+    @classmethod
+    def from_conflicts(cls, tasks: Iterable[Task], buffers: Iterable[Buffer] = ()) -> TaskGraph:
+        """The graph of tasks given in program order, its edges derived from memory conflicts.
+
+        Edges that a write of a whole buffer makes superfluous are left out: what touched the buffer
+        before it and what touches it afterwards are ordered through that write.
+        """
+        tasks, buffers = tuple(tasks), tuple(buffers)
+        _check_tasks(tasks)
+        _check_buffers(tasks, buffers)
+        edges: set[tuple[int, int]] = set()
+        accesses: dict[str, list[tuple[int, Region, bool]]] = {}
+        for i, task in enumerate(tasks):
+            touched = [(r, False) for r in task.reads] + [(w, True) for w in task.writes]
+            for region, is_write in touched:
+                for j, other, other_writes in accesses.get(region.buffer, ()):
+                    if (is_write or other_writes) and not disjoint(region, other):
+                        edges.add((j, i))
+            for region, is_write in touched:
+                if region.is_empty:
+                    continue
+                if is_write and region.sizes is None:
+                    accesses[region.buffer] = []
+                accesses.setdefault(region.buffer, []).append((i, region, is_write))
+        return cls(tasks, tuple(sorted(edges)), buffers)
+
+    @classmethod
+    def from_edges(
+        cls,
+        tasks: Iterable[Task],
+        edges: Iterable[tuple[str, str]],
+        buffers: Iterable[Buffer] = (),
+    ) -> TaskGraph:
+        """The graph of named edges, its tasks put into a topological order (stable where it can be)."""
+        tasks, buffers = tuple(tasks), tuple(buffers)
+        _check_tasks(tasks)
+        _check_buffers(tasks, buffers)
+        position = {task.name: i for i, task in enumerate(tasks)}
+        pairs: set[tuple[int, int]] = set()
+        for edge in edges:
+            for name in edge:
+                if name not in position:
+                    raise GraphError(
+                        f"edge {list(edge)} names the task {name!r}, which is not among the "
+                        f"{len(tasks)} tasks; add the task or correct the edge"
+                    )
+            pairs.add((position[edge[0]], position[edge[1]]))
+        order = _topological_order(tasks, pairs)
+        rank = {old: new for new, old in enumerate(order)}
+        return cls(
+            tuple(tasks[i] for i in order),
+            tuple(sorted((rank[u], rank[v]) for u, v in pairs)),
+            buffers,
+        )
+
+    @cached_property
+    def index(self) -> Mapping[str, int]:
+        """Position of each task by name."""
+        return {task.name: i for i, task in enumerate(self.tasks)}
+
+    @cached_property
+    def successors(self) -> tuple[tuple[int, ...], ...]:
+        """For each task the tasks that depend on it directly, ascending."""
+        after: list[list[int]] = [[] for _ in self.tasks]
+        for u, v in self.edges:
+            after[u].append(v)
+        return tuple(tuple(sorted(vs)) for vs in after)
+
+    @property
+    def has_costs(self) -> bool:
+        """Whether every task has a cost."""
+        return all(task.cost_us is not None for task in self.tasks)
+
+    @cached_property
+    def costs_us(self) -> tuple[float, ...]:
+        """The cost of each task; one microsecond for each if they are not all known."""
+        if not self.has_costs:
+            return (1.0,) * len(self.tasks)
+        return tuple(task.cost_us for task in self.tasks if task.cost_us is not None)
+
+    def with_costs(self, costs_us: Sequence[float]) -> TaskGraph:
+        """The same graph with these costs, one a task in the graph's order."""
+        if len(costs_us) != len(self.tasks):
+            raise GraphError(
+                f"{len(costs_us)} costs were given for {len(self.tasks)} tasks; give one for each"
+            )
+        paired = zip(self.tasks, costs_us, strict=True)
+        tasks = tuple(replace(task, cost_us=float(cost)) for task, cost in paired)
+        _check_tasks(tasks)
+        return replace(self, tasks=tasks)
+
+    # ---------------------------------------------------------------- JSON
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON object that `from_dict` reads back to an equal graph."""
+        return {
+            "format": FORMAT,
+            "tasks": [_task_to_dict(task) for task in self.tasks],
+            "edges": [[self.tasks[u].name, self.tasks[v].name] for u, v in self.edges],
+            "buffers": [{"name": b.name, "kind": b.kind, "nbytes": b.nbytes} for b in self.buffers],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Any) -> TaskGraph:
+        """The graph of a JSON object: at least `tasks` (each with a `name`) and `edges`.
+
+        Where tasks give regions, the edges that follow from their conflicts are added.
+        """
+        if not isinstance(data, Mapping):
+            raise GraphError(f"a task graph is a JSON object, not a {type(data).__name__}")
+        tasks = [_task_from_dict(entry, i) for i, entry in enumerate(_list(data, "tasks"))]
+        edges = [_edge(entry) for entry in _list(data, "edges")]
+        buffers = [_buffer_from_dict(entry) for entry in data.get("buffers", [])]
+        costed = [task for task in tasks if task.cost_us is not None]
+        if costed and len(costed) < len(tasks):
+            bare = next(task.name for task in tasks if task.cost_us is None)
+            raise GraphError(
+                f"task {bare!r} has no 'cost_us' while {len(costed)} of {len(tasks)} tasks have one; "
+                "give a cost to every task or to none"
+            )
+        implied = cls.from_conflicts(tasks, buffers).edges
+        edges += [(tasks[u].name, tasks[v].name) for u, v in implied]
+        return cls.from_edges(tasks, edges, buffers)
+
+    def save(self, path: str | Path) -> None:
+        """Write the graph, with costs where they are known, as JSON."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> TaskGraph:
+        """Read a graph that `save` wrote, or a bare one made elsewhere."""
+        return cls.from_dict(read_json(path, GraphError, "task graph"))
+
+
+def read_json(path: str | Path, error: type[Exception], what: str) -> Any:
+    """The JSON in a file; `error` with the reason if there is none."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as reason:
+        raise error(f"cannot read the {what} {str(path)!r}: {reason.strerror}") from reason
+    except (json.JSONDecodeError, UnicodeDecodeError) as reason:
+        raise error(f"{str(path)!r} is not valid JSON ({reason}); is it a {what}?") from reason
+
+
+# -------------------------------------------------------------------- checks
+
+
+def _check_tasks(tasks: Sequence[Task]) -> None:
+    seen: set[str] = set()
+    for task in tasks:
+        if task.name in seen:
+            raise GraphError(f"two tasks are named {task.name!r}; names must be unique")
+        seen.add(task.name)
+        cost = task.cost_us
+        if cost is not None and not (math.isfinite(cost) and cost >= 0):
+            raise GraphError(
+                f"task {task.name!r} has the cost {cost}; "
+                "a cost is a finite number of microseconds, not negative"
+            )
+
+
+def _check_buffers(tasks: Sequence[Task], buffers: Sequence[Buffer]) -> None:
+    known = {buffer.name for buffer in buffers}
+    if len(known) < len(buffers):
+        raise GraphError("two buffers have the same name; names must be unique")
+    for task in tasks:
+        for region in (*task.reads, *task.writes):
+            if region.buffer not in known:
+                raise GraphError(f"task {task.name!r} touches an unknown buffer {region.buffer!r}")
+
+
+def _topological_order(tasks: Sequence[Task], pairs: set[tuple[int, int]]) -> list[int]:
+    """Kahn's algorithm, the earliest given task first among those ready."""
+    after: list[list[int]] = [[] for _ in tasks]
+    missing = [0] * len(tasks)
+    for u, v in sorted(pairs):
+        after[u].append(v)
+        missing[v] += 1
+    ready = [i for i, count in enumerate(missing) if count == 0]
+    heapify(ready)
+    order: list[int] = []
+    while ready:
+        u = heappop(ready)
+        order.append(u)
+        for v in after[u]:
+            missing[v] -= 1
+            if missing[v] == 0:
+                heappush(ready, v)
+    if len(order) < len(tasks):
+        cycle = " -> ".join(tasks[i].name for i in _some_cycle(after, missing))
+        raise GraphError(f"the edges form a cycle: {cycle}; a task graph has none, remove an edge")
+    return order
+
+
+def _some_cycle(after: Sequence[Sequence[int]], missing: Sequence[int]) -> list[int]:
+    """One cycle among the tasks that never became ready, its first task repeated at the end."""
+    stuck = {i for i, count in enumerate(missing) if count}
+    before = {v: u for u in sorted(stuck) for v in after[u] if v in stuck}
+    walk = [min(stuck)]
+    while walk[-1] not in walk[:-1]:
+        walk.append(before[walk[-1]])
+    return walk[walk.index(walk[-1]) :][::-1]
+
+
+# -------------------------------------------------------------------- JSON parts
+
+
+def _list(data: Mapping[str, Any], field: str) -> list[Any]:
+    if field not in data:
+        raise GraphError(
+            f"the task graph has no field {field!r}; it needs 'tasks' and 'edges' "
+            f"and has {sorted(map(str, data))}"
+        )
+    if not isinstance(data[field], list):
+        raise GraphError(f"{field!r} must be a list, not a {type(data[field]).__name__}")
+    return list(data[field])
+
+
+def _edge(entry: Any) -> tuple[str, str]:
+    if not (isinstance(entry, list) and len(entry) == 2 and all(isinstance(n, str) for n in entry)):
+        raise GraphError(f'edge {entry!r} is not a pair of task names such as ["a", "b"]')
+    return entry[0], entry[1]
+
+
+def _task_to_dict(task: Task) -> dict[str, Any]:
+    entry: dict[str, Any] = {"name": task.name}
+    if task.cost_us is not None:
+        entry["cost_us"] = task.cost_us
+    if task.kind:
+        entry["kind"] = task.kind
+    if task.origin:
+        entry["origin"] = task.origin
+    for field in ("reads", "writes"):
+        regions: tuple[Region, ...] = getattr(task, field)
+        if regions:
+            entry[field] = [_region_to_dict(region) for region in regions]
+    return entry
+
+
+def _task_from_dict(entry: Any, position: int) -> Task:
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
+        raise GraphError(f"task {position} is {entry!r}; it needs a field 'name' with a text")
+    cost = entry.get("cost_us")
+    if cost is not None and (isinstance(cost, bool) or not isinstance(cost, int | float)):
+        raise GraphError(f"task {entry['name']!r} has the cost {cost!r}; a cost is a number")
+    return Task(
+        name=entry["name"],
+        kind=str(entry.get("kind", "")),
+        reads=tuple(_region_from_dict(r, entry["name"]) for r in entry.get("reads", [])),
+        writes=tuple(_region_from_dict(w, entry["name"]) for w in entry.get("writes", [])),
+        origin=str(entry.get("origin", "")),
+        cost_us=cost,
+    )
+
+
+def _region_to_dict(region: Region) -> dict[str, Any]:
+    if region.sizes is None:
+        return {"buffer": region.buffer}
+    return {
+        "buffer": region.buffer,
+        "offset": region.offset,
+        "sizes": list(region.sizes),
+        "strides": list(region.strides),
+        "itemsize": region.itemsize,
+    }
+
+
+def _region_from_dict(entry: Any, task: str) -> Region:
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("buffer"), str):
+        raise GraphError(f"task {task!r} has the region {entry!r}; it needs a field 'buffer'")
+    if "sizes" not in entry:
+        return Region(entry["buffer"])
+    try:
+        return Region(
+            entry["buffer"],
+            int(entry["offset"]),
+            tuple(int(n) for n in entry["sizes"]),
+            tuple(int(s) for s in entry["strides"]),
+            int(entry["itemsize"]),
+        )
+    except (KeyError, TypeError, ValueError) as reason:
+        raise GraphError(f"task {task!r} has a malformed region {dict(entry)!r}") from reason
+
+
+def _buffer_from_dict(entry: Any) -> Buffer:
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
+        raise GraphError(f"buffer {entry!r} needs a field 'name' with a text")
+    return Buffer(entry["name"], entry.get("kind", "temporary"), int(entry.get("nbytes", 0)))

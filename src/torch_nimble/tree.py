@@ -1,0 +1,174 @@
+"""Nested inputs and outputs taken apart into tensors and a structure, and put together again.
+
+Tuples, lists, dicts, named tuples, dataclasses and Hugging Face's outputs are containers; numbers,
+strings, None and the like belong to the structure. Two calls with equal structures and tensors of
+the same shapes run the same plan. This does not use torch's pytree: dataclasses need no
+registration with it, and the structure must be hashable.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torch_nimble.errors import InputError
+
+_PLAIN = (
+    type(None), bool, int, float, complex, str, bytes, enum.Enum, range, slice,
+    torch.dtype, torch.device, torch.memory_format, torch.layout,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """Where a tensor goes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Static:
+    """A value that is part of the structure. 1, 1.0 and True are told apart, as are 0.0 and -0.0."""
+
+    key: tuple[type, str]
+    value: Any = dataclasses.field(compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A container: its type, the keys or field names where it has them, and its children."""
+
+    type: type
+    keys: tuple[Any, ...]
+    children: tuple[Structure, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """An object of no known kind that holds tensors; rebuilt from its attributes, never an input."""
+
+    type: type
+    names: tuple[str, ...]
+    children: tuple[Structure, ...]
+
+
+Structure = Leaf | Static | Node | Opaque
+_LEAF = Leaf()
+
+
+def flatten_inputs(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], Node]:
+    """Tensors of a call in order, and its structure. Unknown objects are refused."""
+    tensors: list[torch.Tensor] = []
+    names = (*(f"argument {i}" for i in range(len(args))), *(f"argument {k!r}" for k in kwargs))
+    children = tuple(
+        _flatten(value, tensors, name, _refuse)
+        for name, value in zip(names, (*args, *kwargs.values()), strict=True)
+    )
+    return tensors, Node(tuple, (len(args), *kwargs), children)
+
+
+def unflatten_inputs(structure: Node, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The args and kwargs of a call again."""
+    supply = iter(tensors)
+    values = [_unflatten(child, supply) for child in structure.children]
+    count, *names = structure.keys
+    return values[:count], dict(zip(names, values[count:], strict=True))
+
+
+def flatten_output(value: Any) -> tuple[list[torch.Tensor], Structure]:
+    """Tensors of a result in order, and its structure. Any object is taken apart by its attributes."""
+    tensors: list[torch.Tensor] = []
+    return tensors, _flatten(value, tensors, "output", _take_apart)
+
+
+def unflatten_output(structure: Structure, tensors: Sequence[Any]) -> Any:
+    """The result again, with these tensors."""
+    return _unflatten(structure, iter(tensors))
+
+
+def leaf_paths(structure: Structure, path: str = "") -> Iterator[str]:
+    """A readable place such as `[0]['mask']` for each tensor, in order."""
+    if isinstance(structure, Leaf):
+        yield path
+    elif isinstance(structure, Node | Opaque):
+        labels = structure.keys if isinstance(structure, Node) else structure.names
+        for i, child in enumerate(structure.children):
+            label = repr(labels[i]) if len(labels) == len(structure.children) else i
+            yield from leaf_paths(child, f"{path}[{label}]")
+
+
+Unknown = Callable[[Any, list[torch.Tensor], str], Structure]
+
+
+def _flatten(value: Any, tensors: list[torch.Tensor], path: str, unknown: Unknown) -> Structure:
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return _LEAF
+    kind = type(value)
+    if isinstance(value, _PLAIN):
+        return Static((kind, value.hex() if isinstance(value, float) else repr(value)), value)
+    if isinstance(value, dict):
+        # Hugging Face's outputs are dicts and dataclasses at once; as dicts they omit what is None.
+        items = tuple(value.items())
+        children = tuple(_flatten(v, tensors, f"{path}[{k!r}]", unknown) for k, v in items)
+        return Node(kind, tuple(k for k, _ in items), children)
+    if isinstance(value, tuple | list):
+        names = getattr(value, "_fields", ())
+        children = tuple(_flatten(v, tensors, f"{path}[{i}]", unknown) for i, v in enumerate(value))
+        return Node(kind, tuple(names), children)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = tuple(f.name for f in dataclasses.fields(value))
+        children = tuple(
+            _flatten(getattr(value, name), tensors, f"{path}.{name}", unknown) for name in fields
+        )
+        return Node(kind, fields, children)
+    return unknown(value, tensors, path)
+
+
+def _refuse(value: Any, tensors: list[torch.Tensor], path: str) -> Structure:
+    kind = type(value)
+    hint = ""
+    if kind.__module__ == "numpy":
+        hint = " (torch.from_numpy makes a tensor of an array)"
+    raise InputError(
+        f"{path} is a {kind.__module__}.{kind.__qualname__}; inputs are tensors, numbers, strings "
+        f"and tuples, lists, dicts and dataclasses of them: pass its tensors instead{hint}"
+    )
+
+
+def _take_apart(value: Any, tensors: list[torch.Tensor], path: str) -> Structure:
+    before = len(tensors)
+    attributes = getattr(value, "__dict__", None)
+    if not isinstance(attributes, dict) or isinstance(value, type | torch.nn.Module):
+        return Static((type(value), f"{id(value):x}"), value)
+    children = tuple(
+        _flatten(v, tensors, f"{path}.{name}", _take_apart) for name, v in attributes.items()
+    )
+    if len(tensors) == before:
+        return Static((type(value), f"{id(value):x}"), value)
+    return Opaque(type(value), tuple(attributes), children)
+
+
+def _unflatten(structure: Structure, supply: Iterator[Any]) -> Any:
+    if isinstance(structure, Leaf):
+        return next(supply)
+    if isinstance(structure, Static):
+        return structure.value
+    children = [_unflatten(child, supply) for child in structure.children]
+    kind = structure.type
+    if isinstance(structure, Opaque):
+        made: Any = object.__new__(kind)
+        made.__dict__.update(zip(structure.names, children, strict=True))
+        return made
+    if issubclass(kind, dict):
+        items = zip(structure.keys, children, strict=True)
+        return kind(**dict(items)) if dataclasses.is_dataclass(kind) else kind(items)
+    if issubclass(kind, tuple | list):
+        return kind(*children) if structure.keys else kind(children)
+    made = object.__new__(kind)
+    for name, child in zip(structure.keys, children, strict=True):
+        object.__setattr__(made, name, child)
+    return made

@@ -1,0 +1,97 @@
+"""Constants of prepared plans, kept true to the model they came from.
+
+Parameters and buffers that tasks read as they are stay references to the model's tensors, so changes
+in place are seen by themselves. Values folded from them (a convolution with its batch norm) can go
+stale. Before each call the engine compares, for every tensor it depends on, whether the model still
+holds that very tensor and whether its version counter moved; if so, the folded values are made anew.
+Writes through `.data` move no counter and cannot be seen: `update_weights()` is for those.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from torch_nimble.capture import Source
+from torch_nimble.lower import Program, Ref
+
+
+class FoldedConstants:
+    """Folded values of one model, shared by all its plans: the same expression is computed once."""
+
+    def __init__(self) -> None:
+        self._values: dict[Any, Any] = {}
+
+    def evaluate(self, program: Program) -> dict[str, torch.Tensor]:
+        """All constants of a program by name."""
+        values: dict[str, Any] = {}
+        keys: dict[str, Any] = {}
+        for name, source in program.sources.items():
+            values[name] = source.tensor()
+            keys[name] = (id(source.table), source.key)
+
+        with torch.inference_mode(False), torch.no_grad():
+            for call in program.folding:
+                key = (call.target, _key(call.args, keys), _key(tuple(call.kwargs.items()), keys))
+                if key not in self._values:
+                    args = _resolved(call.args, values)
+                    kwargs = {name: _resolved(v, values) for name, v in call.kwargs.items()}
+                    self._values[key] = call.target(*args, **kwargs)
+                values[call.name], keys[call.name] = self._values[key], key
+        return {name: values[name] for name in program.constants}
+
+
+def _resolved(value: Any, values: Mapping[str, Any]) -> Any:
+    if isinstance(value, Ref):
+        return values[value.name]
+    if isinstance(value, tuple | list):
+        return type(value)(_resolved(item, values) for item in value)
+    return value
+
+
+def _key(value: Any, keys: Mapping[str, Any]) -> Any:
+    if isinstance(value, Ref):
+        return keys[value.name]
+    if isinstance(value, tuple | list):
+        return tuple(_key(item, keys) for item in value)
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return (type(value), value)
+
+
+class Watch:
+    """The model's tensors that a plan depends on, as they were when it last took them in."""
+
+    def __init__(self, sources: Mapping[str, Source], state: frozenset[str]) -> None:
+        self._slots = [(source.table, source.key) for source in sources.values()]
+        self._tensors = [source.tensor() for source in sources.values()]
+        # State is written by the plan itself, and read anew each time.
+        self._counted = [
+            tensor
+            for name, tensor in zip(sources, self._tensors, strict=True)
+            if tensor is not None and name not in state and not tensor.is_inference()
+        ]
+        self._versions = [tensor._version for tensor in self._counted]
+
+    def unchanged(self) -> bool:
+        """Whether the model still holds the same tensors with the same versions."""
+        now = [table.get(key) for table, key in self._slots]
+        return all(map(operator.is_, now, self._tensors)) and self._versions == [
+            tensor._version for tensor in self._counted
+        ]
+
+    def fits(self) -> bool:
+        """Whether what the model holds now has the shapes, dtypes and devices the plan was made for."""
+        now = [table.get(key) for table, key in self._slots]
+        return all(
+            isinstance(new, torch.Tensor)
+            and old is not None
+            and (new.shape, new.dtype, new.device) == (old.shape, old.dtype, old.device)
+            and new.stride() == old.stride()
+            for new, old in zip(now, self._tensors, strict=True)
+        )
