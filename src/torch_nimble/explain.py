@@ -5,16 +5,29 @@ from __future__ import annotations
 import html
 import io
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from torch_nimble.execute.measure import Timing
 from torch_nimble.plans import GraphFacts
 
-if TYPE_CHECKING:
-    from torch_nimble.prepare import Candidate
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan that was tried, and how it did."""
+
+    name: str
+    streams: int
+    waits: int
+    threads: int
+    """Intra-operator threads of each stream."""
+    timing: Timing | None
+    error: float | None
+    """‖result − eager‖ / ‖eager‖ at preparation."""
+    note: str = ""
 
 
 @dataclass

@@ -24,6 +24,7 @@ from torch_nimble.errors import NimbleError, PlanError
 from torch_nimble.execute.check import agrees, worst_error
 from torch_nimble.execute.cpu import CpuExecutable, default_intra_threads_kept
 from torch_nimble.execute.measure import Timing, fastest, race
+from torch_nimble.explain import Candidate
 from torch_nimble.lower import Lowered, lower
 from torch_nimble.options import Options
 from torch_nimble.plans import Plan
@@ -38,21 +39,6 @@ Progress = Callable[[str], None]
 # A thread for each stream is cheap, but a plan with more threads than this has never won on a CPU.
 _MOST_STREAMS = 64
 _COST_ROUNDS = 3
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A plan that was tried, and how it did."""
-
-    name: str
-    streams: int
-    waits: int
-    threads: int
-    """Intra-operator threads of each stream."""
-    timing: Timing | None
-    error: float | None
-    """‖result − eager‖ / ‖eager‖ at preparation."""
-    note: str = ""
 
 
 @dataclass(frozen=True, eq=False)

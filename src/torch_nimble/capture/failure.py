@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import fx
 
-import torch_nimble
 from torch_nimble.capture.callee import Callee
 from torch_nimble.errors import CaptureError
 
-_OWN = tuple(f"{Path(str(module.__file__)).parent}/" for module in (torch, torch_nimble))
+_OWN = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/")
 _STDLIB = str(Path(traceback.__file__).parent)
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 

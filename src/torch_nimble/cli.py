@@ -1,0 +1,128 @@
+"""The command line. Importing it, and asking it for help, does not load torch.
+
+Exit codes: 0 done; 1 the command failed or results disagree; 2 it was called wrongly; 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+
+import torch_nimble
+from torch_nimble.errors import NimbleError
+
+app = typer.Typer(
+    name="torch-nimble",
+    help="Ahead-of-time, multi-stream execution of static neural networks on stock PyTorch.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"torch-nimble {torch_nimble.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what is done.")] = False,
+) -> None:
+    """Options of every command."""
+    if verbose:
+        handler = RichHandler(console=Console(stderr=True), show_path=False)
+        logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
+        logging.getLogger("torch_nimble").setLevel(logging.DEBUG)
+
+
+@app.command()
+def demo(
+    network: Annotated[str, typer.Option(help="A network of the zoo.")] = "nasnet-a-mobile",
+    rounds: Annotated[int, typer.Option(min=3, help="Interleaved rounds of timing.")] = 15,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Plan, prepare, check and time NASNet-A mobile against eager PyTorch."""
+    from torch_nimble.demo import run_demo
+
+    account = run_demo(network, rounds, Console(stderr=as_json, highlight=False))
+    if as_json:
+        typer.echo(json.dumps(account.to_dict(), indent=1))
+    if not account.agrees:
+        raise typer.Exit(1)
+
+
+@app.command()
+def plan(
+    target: Annotated[
+        str,
+        typer.Argument(help="A network of the zoo, package.module:name, or a task graph's .json."),
+    ],
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option("--input", help="An input, such as 1x3x224x224 or 1x128:int64. Repeatable."),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Convert model and inputs: fp32, fp16, bf16, fp64.")
+    ] = None,
+    lanes: Annotated[
+        int | None, typer.Option(min=1, help="List-schedule on that many lanes instead.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    save: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
+) -> None:
+    """Plan a network or a task graph without running it."""
+    from torch_nimble.planning import make_plan, show_plan
+
+    console = Console(stderr=as_json, highlight=False)
+    made = make_plan(target, inputs or [], dtype, lanes, console)
+    if save is not None:
+        made.plan.save(save)
+    if as_json:
+        typer.echo(json.dumps(made.to_dict(), indent=1))
+    else:
+        show_plan(made, console)
+        if save is not None:
+            console.print(f"saved to {save}")
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show versions and devices, what will be used, and what is missing."""
+    from torch_nimble.doctor import examine, show
+
+    findings = examine()
+    if as_json:
+        typer.echo(json.dumps(findings, indent=1))
+    else:
+        show(findings, Console(highlight=False))
+
+
+def main() -> None:
+    """Run the command line; our own errors are one line, not a traceback."""
+    try:
+        app()
+    except NimbleError as error:
+        Console(stderr=True, highlight=False).print(
+            f"error: {error}", style="red", markup=False, soft_wrap=True
+        )
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""`torch-nimble doctor`: what is here, what will be used, what is missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+import torch_nimble
+from torch_nimble.options import disabled_by_environment
+
+_REQUIRED = ("torch", "numpy", "rich", "typer")
+_OPTIONAL = {
+    "torchvision": "ResNet, Inception, GoogLeNet, MobileNet, EfficientNet in the zoo: pip extra [zoo]",
+    "timm": "more vision models: pip extra [zoo]",
+    "transformers": "BERT, GPT-2 and ViT in the zoo: pip extra [zoo]",
+    "onnxruntime": "a column in the CPU benchmark: pip extra [bench]",
+}
+
+
+def examine() -> dict[str, Any]:
+    """All findings as JSON-ready data."""
+    import torch
+
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    if disabled_by_environment():
+        engine = "none: TORCH_NIMBLE_DISABLE is set, everything runs eagerly"
+    else:
+        engine = f"CPU threads, {torch.get_num_threads()} intra-operator threads to divide"
+    optional = {name: _version(name) for name in _OPTIONAL}
+    missing = [f"{name}: {use}" for name, use in _OPTIONAL.items() if optional[name] is None]
+    if gpus:
+        missing.append("a CUDA engine: models on the GPU run eagerly in this version")
+    return {
+        "torch_nimble": torch_nimble.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cores": os.cpu_count(),
+        "gpus": gpus,
+        "required": {name: _version(name) for name in _REQUIRED},
+        "optional": optional,
+        "engine": engine,
+        "missing": missing,
+    }
+
+
+def show(findings: dict[str, Any], console: Console) -> None:
+    """The findings for people."""
+    grid = Table.grid(padding=(0, 2))
+    rows = [
+        ("torch-nimble", findings["torch_nimble"]),
+        ("Python", f"{findings['python']} on {findings['platform']}"),
+        ("CPU cores", str(findings["cores"])),
+        ("GPUs", ", ".join(findings["gpus"]) or "none"),
+        *((name, version or "not installed") for name, version in findings["required"].items()),
+        *((name, version or "not installed") for name, version in findings["optional"].items()),
+        ("will use", findings["engine"]),
+        *(("missing", line) for line in findings["missing"]),
+    ]
+    for label, value in rows:
+        grid.add_row(label, value)
+    console.print(grid)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

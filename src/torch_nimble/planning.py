@@ -1,0 +1,83 @@
+"""`torch-nimble plan`: from a target to a plan and an account of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from torch_nimble.plans import Plan
+from torch_nimble.schedule import analyse, max_concurrency, simulate, verify
+from torch_nimble.schedule import lanes as lane_plan
+from torch_nimble.targets import is_graph_file, load_target
+from torch_nimble.taskgraph import TaskGraph
+
+
+@dataclass(frozen=True)
+class MadePlan:
+    """A verified plan with its graph, and how long it would take."""
+
+    target: str
+    graph: TaskGraph
+    plan: Plan
+    simulated_us: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan's JSON object with the target and the simulated time; `plan=` takes it too."""
+        return {"target": self.target, **self.plan.to_dict(), "simulated_us": self.simulated_us}
+
+
+def make_plan(
+    target: str, inputs: Sequence[str], dtype: str | None, lanes: int | None, console: Console
+) -> MadePlan:
+    """Plan a file's graph or a model's, with maximum concurrency or on lanes."""
+    if is_graph_file(target):
+        graph = TaskGraph.load(target)
+    else:
+        with console.status("loading torch and the model"):
+            from torch_nimble.engine import taskgraph
+
+            found = load_target(target, inputs, dtype)
+        with console.status(f"capturing {found.name}"):
+            graph = taskgraph(found.model, found.args, found.kwargs)
+    analysis = analyse(graph)
+    plan = max_concurrency(graph, analysis) if lanes is None else lane_plan(graph, lanes, analysis)
+    verify(graph, plan)
+    return MadePlan(target, graph, plan, simulate(graph, plan).total_us)
+
+
+def show_plan(made: MadePlan, console: Console) -> None:
+    """The account for people: facts, then what each stream does."""
+    plan, facts = made.plan, made.plan.facts
+    assert facts is not None
+    unit = "µs" if facts.costs == "given" else "tasks"
+    total = sum(made.graph.costs_us)
+    console.print(f"[bold]{made.target}[/bold]: {plan.planner}, verified")
+    grid = Table.grid(padding=(0, 2))
+    for label, value in (
+        ("tasks", str(facts.tasks)),
+        ("dependencies", f"{facts.edges}, {facts.reduced_edges} after reduction"),
+        ("chains", str(facts.chains)),
+        ("streams", str(plan.streams)),
+        ("waits", str(plan.waits)),
+        ("width", f"{facts.width} tasks at a time at most"),
+        ("critical path", f"{facts.critical_path_us:.6g} {unit} of {total:.6g}"),
+        ("simulated", f"{made.simulated_us:.6g} {unit}"),
+    ):
+        grid.add_row(label, value)
+    console.print(grid)
+    table = Table("stream", "tasks", "waits", "first", "last", box=None, pad_edge=False)
+    by_stream: dict[int, list[str]] = {}
+    waits: dict[int, int] = {}
+    for launch in plan.launches:
+        by_stream.setdefault(launch.stream, []).append(launch.task)
+        waits[launch.stream] = waits.get(launch.stream, 0) + len(launch.waits)
+    shown = 16
+    for stream, tasks in sorted(by_stream.items())[:shown]:
+        table.add_row(str(stream), str(len(tasks)), str(waits[stream]), tasks[0], tasks[-1])
+    console.print(table)
+    if len(by_stream) > shown:
+        console.print(f"… and {len(by_stream) - shown} more streams; --json has all of them")

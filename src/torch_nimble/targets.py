@@ -1,0 +1,140 @@
+"""What a command is pointed at: a network of the zoo, an object in a module, or a file.
+
+nasnet-a-mobile            a network of the zoo
+package.module:name        a module, a function, or a function or class that returns a module
+graph.json                 a bare task graph
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch_nimble.errors import InputError, OptionError
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = {
+    "fp32": "float32",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "fp64": "float64",
+    **{name: name for name in ("float32", "float16", "bfloat16", "float64")},
+}
+_INPUT = re.compile(r"(?P<shape>\d+(x\d+)*|scalar)(:(?P<dtype>[a-z0-9]+))?")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model with example inputs."""
+
+    name: str
+    model: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    source: str
+
+
+def is_graph_file(target: str) -> bool:
+    """Whether the target is a file with a task graph."""
+    return target.endswith(".json")
+
+
+def load_target(target: str, inputs: Sequence[str] = (), dtype: str | None = None) -> Target:
+    """The model of that name, its inputs replaced by `inputs` and its dtype by `dtype` if given."""
+    if ":" in target:
+        found = _from_module(target, inputs)
+    else:
+        from torch_nimble import zoo
+
+        network = zoo.load(target)
+        found = Target(network.name, network.model, network.args, network.kwargs, network.source)
+        if inputs:
+            found = Target(found.name, found.model, make_inputs(inputs), {}, found.source)
+    return found if dtype is None else _converted(found, dtype)
+
+
+def make_inputs(specs: Sequence[str]) -> tuple[torch.Tensor, ...]:
+    """Random tensors for shapes such as `1x3x224x224` or `1x128:int64`, from a fixed seed."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for spec in specs:
+        match = _INPUT.fullmatch(spec)
+        dtype = getattr(torch, (match["dtype"] if match else None) or "float32", None)
+        if match is None or not isinstance(dtype, torch.dtype):
+            raise OptionError(
+                f"--input {spec!r} is not a shape; write sizes with 'x' between them and, if it is "
+                "not float32, a dtype, for example 1x3x224x224 or 1x128:int64"
+            )
+        shape = [] if match["shape"] == "scalar" else [int(n) for n in match["shape"].split("x")]
+        if dtype.is_floating_point or dtype.is_complex:
+            made.append(torch.randn(shape, generator=generator).to(dtype))
+        else:
+            made.append(torch.randint(0, 2, shape, generator=generator).to(dtype))
+    return tuple(made)
+
+
+def _from_module(target: str, inputs: Sequence[str]) -> Target:
+    import torch
+
+    path, _, name = target.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(path)
+    except ImportError as reason:
+        raise OptionError(f"cannot import {path!r} for the target {target!r}: {reason}") from reason
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise OptionError(f"{path!r} has no {name!r}; it has {_public_names(module)}")
+        found = getattr(found, part)
+    if not inputs:
+        raise OptionError(f"{target!r} needs example inputs; give them with --input 1x3x224x224 …")
+    args = make_inputs(inputs)
+    if isinstance(found, torch.nn.Module):
+        return Target(target, found, args, {}, path)
+    if not callable(found):
+        raise OptionError(f"{target!r} is a {type(found).__name__}, not a module or a function")
+    takes_nothing = not any(
+        parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        for parameter in inspect.signature(found).parameters.values()
+    )
+    if takes_nothing:
+        made = found()
+        if isinstance(made, torch.nn.Module):
+            return Target(target, made.eval(), args, {}, path)
+    if inspect.isclass(found):
+        raise OptionError(f"{target!r} is a class that cannot be made without arguments; "
+                          "point at a function that returns the module")  # fmt: skip
+    return Target(target, found, args, {}, path)
+
+
+def _converted(target: Target, dtype: str) -> Target:
+    import torch
+
+    from torch_nimble.tree import flatten_inputs, unflatten_inputs
+
+    if dtype not in DTYPES:
+        raise OptionError(f"--dtype {dtype!r} is not known; use one of {', '.join(DTYPES)}")
+    wanted = getattr(torch, DTYPES[dtype])
+    tensors, structure = flatten_inputs(target.args, target.kwargs)
+    cast = [t.to(wanted) if t.is_floating_point() else t for t in tensors]
+    args, kwargs = unflatten_inputs(structure, cast)
+    if not isinstance(target.model, torch.nn.Module):
+        raise InputError(f"--dtype needs a module to convert, and {target.name!r} is a function")
+    return Target(target.name, target.model.to(wanted), tuple(args), kwargs, target.source)
+
+
+def _public_names(module: Any) -> str:
+    return ", ".join(name for name in vars(module) if not name.startswith("_")) or "nothing"
