@@ -46,7 +46,7 @@ from torch_nimble.signature import (
 )
 from torch_nimble.taskgraph import TaskGraph
 from torch_nimble.tree import Node, flatten_inputs, unflatten_inputs
-from torch_nimble.weights import FoldedConstants
+from torch_nimble.weights import FoldedConstants, ModuleWatch
 
 # Methods of a module that return the module itself; on an engine they return the engine.
 _FLUENT = frozenset(
@@ -76,6 +76,7 @@ class Engine:
     """
 
     _callee: Callee
+    _modules_watch: ModuleWatch
     _options: Options
     _progress: Progress
     _prepared: dict[Signature, Prepared]
@@ -89,7 +90,9 @@ class Engine:
 
     def __init__(self, target: Any, options: Options, progress: Progress = lambda stage: None) -> None:
         set_own = super().__setattr__
-        set_own("_callee", Callee(target))
+        callee = Callee(target)
+        set_own("_callee", callee)
+        set_own("_modules_watch", ModuleWatch(callee.modules.values()))
         set_own("__wrapped__", target)
         set_own("_options", options)
         set_own("_progress", progress)
@@ -111,6 +114,7 @@ class Engine:
         self._check_usable()
         tensors, structure = flatten_inputs(args, kwargs)
         check_tensors(structure, tensors)
+        self._follow_modules()
         if self._batching is not None:
             return self._call_batched(structure, tensors)
         return self._call(structure, tensors)
@@ -217,6 +221,7 @@ class Engine:
             raise InputError("args is a tensor; pass a tuple of arguments, args=(x,)")
         tensors, structure = flatten_inputs(tuple(args), dict(kwargs or {}))
         check_tensors(structure, tensors)
+        self._follow_modules()
         self._check_call(structure, tensors)
         if self._batching is not None:
             self._prepare_batches(structure, tensors)
@@ -279,13 +284,28 @@ class Engine:
         raise error
 
     def _signature(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Signature:
-        modules = self._callee.modules.values()
         return Signature(
             structure,
             tensor_keys(tensors),
             AutocastState.current("cpu"),
-            tuple([module.training for owner in modules for module in owner.modules()]),
+            self._modules_watch.training(),
         )
+
+    def _follow_modules(self) -> None:
+        """Forget all plans if the model does not consist of the same modules any more."""
+        if self._modules_watch.unchanged() and self._callee.reaches_the_same():
+            return
+        with self._lock:
+            self._drop_plans()
+            callee = Callee(self._callee.target)
+            super().__setattr__("_callee", callee)
+            super().__setattr__("_modules_watch", ModuleWatch(callee.modules.values()))
+
+    def _drop_plans(self) -> None:
+        for prepared in self._prepared.values():
+            prepared.close()
+        self._prepared.clear()
+        super().__setattr__("_folded", FoldedConstants())
 
     def _check_call(self, structure: Node, tensors: Sequence[torch.Tensor]) -> None:
         args, kwargs = unflatten_inputs(structure, tensors)
@@ -359,10 +379,7 @@ class Engine:
     def close(self) -> None:
         """End threads and free plans and folded weights. The model itself is untouched."""
         with self._lock:
-            for prepared in self._prepared.values():
-                prepared.close()
-            self._prepared.clear()
-            super().__setattr__("_folded", FoldedConstants())
+            self._drop_plans()
             super().__setattr__("_closed", True)
 
     def __enter__(self) -> Engine:

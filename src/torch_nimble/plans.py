@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_nimble.errors import PlanError
-from torch_nimble.taskgraph import read_json
+from torch_nimble.taskgraph import check_cost, check_format, read_json
 
 FORMAT = "torch-nimble/plan/1"
 
@@ -94,16 +94,14 @@ class Plan:
     @classmethod
     def from_dict(cls, data: Any) -> Plan:
         """The plan of a JSON object with at least `plan`, a list of launches."""
+        check_format(data, FORMAT, PlanError)
         if not isinstance(data, Mapping) or not isinstance(data.get("plan"), list):
             raise PlanError(
                 "a plan is a JSON object with a list 'plan' of "
                 '{"task": name, "stream": number, "waits": [names]}'
             )
         launches = tuple(_launch_from_dict(entry, i) for i, entry in enumerate(data["plan"]))
-        fields = GraphFacts.__dataclass_fields__
-        known = all(field in data for field in fields)
-        facts = GraphFacts(**{field: data[field] for field in fields}) if known else None
-        return cls(launches, str(data.get("planner", "custom")), facts)
+        return cls(launches, str(data.get("planner", "custom")), _facts_from_dict(data))
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
@@ -113,6 +111,28 @@ class Plan:
     def load(cls, path: str | Path) -> Plan:
         """Read a plan that `save` or `torch-nimble plan --save` wrote."""
         return cls.from_dict(read_json(path, PlanError, "plan"))
+
+
+def check_stream(task: str, stream: Any) -> None:
+    """PlanError unless the stream is a whole number from 0 on."""
+    if isinstance(stream, bool) or not isinstance(stream, int) or stream < 0:
+        raise PlanError(f"task {task!r} has the stream {stream!r}; a stream is a number from 0 on")
+
+
+def _facts_from_dict(data: Mapping[str, Any]) -> GraphFacts | None:
+    """The facts if all are there; a plan made elsewhere has none."""
+    types = {
+        name: (str,) if field.type == "str" else (int,) if field.type == "int" else (int, float)
+        for name, field in GraphFacts.__dataclass_fields__.items()
+    }
+    if not all(name in data for name in types):
+        return None
+    for name, allowed in types.items():
+        if isinstance(data[name], bool) or not isinstance(data[name], allowed):
+            raise PlanError(
+                f"the plan's field {name!r} is {data[name]!r}, which is no {allowed[0].__name__}"
+            )
+    return GraphFacts(**{name: data[name] for name in types})
 
 
 def _launch_to_dict(launch: Launch) -> dict[str, Any]:
@@ -132,8 +152,11 @@ def _launch_from_dict(entry: Any, position: int) -> Launch:
     task, stream, waits = entry.get("task"), entry.get("stream"), entry.get("waits", [])
     if not isinstance(task, str):
         raise PlanError(f"launch {position} of the plan has no field 'task' with a task's name")
-    if isinstance(stream, bool) or not isinstance(stream, int) or stream < 0:
-        raise PlanError(f"task {task!r} has the stream {stream!r}; a stream is a number from 0 on")
+    check_stream(task, stream)
+    assert isinstance(stream, int)
     if not (isinstance(waits, list) and all(isinstance(name, str) for name in waits)):
         raise PlanError(f"task {task!r} has the waits {waits!r}; waits are a list of task names")
-    return Launch(task, stream, tuple(waits), entry.get("cost_us"))
+    cost = entry.get("cost_us")
+    if cost is not None:
+        check_cost(task, cost, PlanError)
+    return Launch(task, stream, tuple(waits), cost)

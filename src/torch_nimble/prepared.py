@@ -13,6 +13,7 @@ from torch_nimble.capture import Adapter
 from torch_nimble.explain import SignatureAccount
 from torch_nimble.options import Options
 from torch_nimble.prepare import Choice, Progress, prepare
+from torch_nimble.regions import Region, disjoint
 from torch_nimble.schedule import critical_path
 from torch_nimble.signature import Signature
 from torch_nimble.tree import unflatten_output
@@ -61,14 +62,13 @@ class Prepared:
 
     def refusal(self, tensors: Sequence[torch.Tensor]) -> str | None:
         """Why this call must not be run by the plan: a written input that shares memory."""
+        if not self._written:
+            return None
+        regions = [_memory(tensor) for tensor in tensors]
         for i in self._written:
-            memory = tensors[i].untyped_storage().data_ptr()
-            shared = [
-                j for j, other in enumerate(tensors)
-                if j != i and memory == other.untyped_storage().data_ptr() != 0
-            ]  # fmt: skip
-            if shared:
-                return f"input {i}, which the model writes, shares memory with input {shared[0]}"
+            for j, other in enumerate(regions):
+                if j != i and not disjoint(regions[i], other):
+                    return f"input {i}, which the model writes, shares memory with input {j}"
         return None
 
     def take_in(self, folded: FoldedConstants) -> None:
@@ -100,6 +100,17 @@ class Prepared:
             passes=dict(self.choice.lowered.passes),
             stages_s=self.choice.stages_s,
         )
+
+
+def _memory(tensor: torch.Tensor) -> Region:
+    size = tensor.element_size()
+    return Region(
+        f"{tensor.device} {tensor.untyped_storage().data_ptr()}",
+        int(tensor.storage_offset()) * size,
+        tuple(tensor.shape),
+        tuple(stride * size for stride in tensor.stride()),
+        size,
+    )
 
 
 def _relaid(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:

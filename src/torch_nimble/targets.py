@@ -49,15 +49,18 @@ def is_graph_file(target: str) -> bool:
 
 def load_target(target: str, inputs: Sequence[str] = (), dtype: str | None = None) -> Target:
     """The model of that name, its inputs replaced by `inputs` and its dtype by `dtype` if given."""
+    if dtype is not None and dtype not in DTYPES:
+        raise OptionError(f"--dtype {dtype!r} is not known; use one of {', '.join(DTYPES)}")
+    args = make_inputs(inputs)
     if ":" in target:
-        found = _from_module(target, inputs)
+        found = _from_module(target, args)
     else:
         from torch_nimble import zoo
 
         network = zoo.load(target)
         found = Target(network.name, network.model, network.args, network.kwargs, network.source)
         if inputs:
-            found = Target(found.name, found.model, make_inputs(inputs), {}, found.source)
+            found = Target(found.name, found.model, args, {}, found.source)
     return found if dtype is None else _converted(found, dtype)
 
 
@@ -83,7 +86,7 @@ def make_inputs(specs: Sequence[str]) -> tuple[torch.Tensor, ...]:
     return tuple(made)
 
 
-def _from_module(target: str, inputs: Sequence[str]) -> Target:
+def _from_module(target: str, args: tuple[torch.Tensor, ...]) -> Target:
     import torch
 
     path, _, name = target.partition(":")
@@ -98,9 +101,8 @@ def _from_module(target: str, inputs: Sequence[str]) -> Target:
         if not hasattr(found, part):
             raise OptionError(f"{path!r} has no {name!r}; it has {_public_names(module)}")
         found = getattr(found, part)
-    if not inputs:
+    if not args:
         raise OptionError(f"{target!r} needs example inputs; give them with --input 1x3x224x224 …")
-    args = make_inputs(inputs)
     if isinstance(found, torch.nn.Module):
         return Target(target, found, args, {}, path)
     if not callable(found):
@@ -125,8 +127,6 @@ def _converted(target: Target, dtype: str) -> Target:
 
     from torch_nimble.tree import flatten_inputs, unflatten_inputs
 
-    if dtype not in DTYPES:
-        raise OptionError(f"--dtype {dtype!r} is not known; use one of {', '.join(DTYPES)}")
     wanted = getattr(torch, DTYPES[dtype])
     tensors, structure = flatten_inputs(target.args, target.kwargs)
     cast = [t.to(wanted) if t.is_floating_point() else t for t in tensors]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch_nimble.errors import GraphError
 from torch_nimble.regions import Region, disjoint
@@ -74,21 +74,7 @@ class TaskGraph:
         tasks, buffers = tuple(tasks), tuple(buffers)
         _check_tasks(tasks)
         _check_buffers(tasks, buffers)
-        edges: set[tuple[int, int]] = set()
-        accesses: dict[str, list[tuple[int, Region, bool]]] = {}
-        for i, task in enumerate(tasks):
-            touched = [(r, False) for r in task.reads] + [(w, True) for w in task.writes]
-            for region, is_write in touched:
-                for j, other, other_writes in accesses.get(region.buffer, ()):
-                    if (is_write or other_writes) and not disjoint(region, other):
-                        edges.add((j, i))
-            for region, is_write in touched:
-                if region.is_empty:
-                    continue
-                if is_write and region.sizes is None:
-                    accesses[region.buffer] = []
-                accesses.setdefault(region.buffer, []).append((i, region, is_write))
-        return cls(tasks, tuple(sorted(edges)), buffers)
+        return cls(tasks, tuple(sorted(_conflicts(tasks))), buffers)
 
     @classmethod
     def from_edges(
@@ -97,12 +83,15 @@ class TaskGraph:
         edges: Iterable[tuple[str, str]],
         buffers: Iterable[Buffer] = (),
     ) -> TaskGraph:
-        """The graph of named edges, its tasks put into a topological order (stable where it can be)."""
+        """The graph of named edges, its tasks put into a topological order (stable where it can be).
+
+        Where tasks have regions, the edges that follow from their conflicts are added.
+        """
         tasks, buffers = tuple(tasks), tuple(buffers)
         _check_tasks(tasks)
         _check_buffers(tasks, buffers)
         position = {task.name: i for i, task in enumerate(tasks)}
-        pairs: set[tuple[int, int]] = set()
+        pairs = _conflicts(tasks)
         for edge in edges:
             for name in edge:
                 if name not in position:
@@ -110,7 +99,8 @@ class TaskGraph:
                         f"edge {list(edge)} names the task {name!r}, which is not among the "
                         f"{len(tasks)} tasks; add the task or correct the edge"
                     )
-            pairs.add((position[edge[0]], position[edge[1]]))
+            earlier, later = edge
+            pairs.add((position[earlier], position[later]))
         order = _topological_order(tasks, pairs)
         rank = {old: new for new, old in enumerate(order)}
         return cls(
@@ -172,20 +162,12 @@ class TaskGraph:
 
         Where tasks give regions, the edges that follow from their conflicts are added.
         """
+        check_format(data, FORMAT, GraphError)
         if not isinstance(data, Mapping):
             raise GraphError(f"a task graph is a JSON object, not a {type(data).__name__}")
         tasks = [_task_from_dict(entry, i) for i, entry in enumerate(_list(data, "tasks"))]
         edges = [_edge(entry) for entry in _list(data, "edges")]
-        buffers = [_buffer_from_dict(entry) for entry in data.get("buffers", [])]
-        costed = [task for task in tasks if task.cost_us is not None]
-        if costed and len(costed) < len(tasks):
-            bare = next(task.name for task in tasks if task.cost_us is None)
-            raise GraphError(
-                f"task {bare!r} has no 'cost_us' while {len(costed)} of {len(tasks)} tasks have one; "
-                "give a cost to every task or to none"
-            )
-        implied = cls.from_conflicts(tasks, buffers).edges
-        edges += [(tasks[u].name, tasks[v].name) for u, v in implied]
+        buffers = [_buffer_from_dict(entry) for entry in _list(data, "buffers", needed=False)]
         return cls.from_edges(tasks, edges, buffers)
 
     def save(self, path: str | Path) -> None:
@@ -198,17 +180,50 @@ class TaskGraph:
         return cls.from_dict(read_json(path, GraphError, "task graph"))
 
 
+def _conflicts(tasks: Sequence[Task]) -> set[tuple[int, int]]:
+    """Edges between tasks in program order that touch overlapping memory with at least one write."""
+    edges: set[tuple[int, int]] = set()
+    accesses: dict[str, list[tuple[int, Region, bool]]] = {}
+    for i, task in enumerate(tasks):
+        touched = [(r, False) for r in task.reads] + [(w, True) for w in task.writes]
+        for region, is_write in touched:
+            for j, other, other_writes in accesses.get(region.buffer, ()):
+                if (is_write or other_writes) and not disjoint(region, other):
+                    edges.add((j, i))
+        for region, is_write in touched:
+            if is_write and region.sizes is None:
+                accesses[region.buffer] = []
+            accesses.setdefault(region.buffer, []).append((i, region, is_write))
+    return edges
+
+
 def read_json(path: str | Path, error: type[Exception], what: str) -> Any:
     """The JSON in a file; `error` with the reason if there is none."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as reason:
         raise error(f"cannot read the {what} {str(path)!r}: {reason.strerror}") from reason
-    except (json.JSONDecodeError, UnicodeDecodeError) as reason:
+    except ValueError as reason:
         raise error(f"{str(path)!r} is not valid JSON ({reason}); is it a {what}?") from reason
 
 
 # -------------------------------------------------------------------- checks
+
+
+def check_format(data: Any, known: str, error: type[Exception]) -> None:
+    """`error` if the object says that it is in another format, or a newer version of this one."""
+    if isinstance(data, Mapping) and data.get("format", known) != known:
+        raise error(f"the file has the format {data['format']!r}; this version reads {known!r}")
+
+
+def check_cost(task: str, cost: Any, error: type[Exception]) -> None:
+    """`error` unless the cost is a finite number from 0 on."""
+    number = isinstance(cost, int | float) and not isinstance(cost, bool)
+    if not number or not 0 <= cost < math.inf or (isinstance(cost, int) and cost > 1e300):
+        raise error(
+            f"task {task!r} has the cost {cost!r}; "
+            "a cost is a finite number of microseconds, not negative"
+        )
 
 
 def _check_tasks(tasks: Sequence[Task]) -> None:
@@ -217,22 +232,30 @@ def _check_tasks(tasks: Sequence[Task]) -> None:
         if task.name in seen:
             raise GraphError(f"two tasks are named {task.name!r}; names must be unique")
         seen.add(task.name)
-        cost = task.cost_us
-        if cost is not None and not (math.isfinite(cost) and cost >= 0):
-            raise GraphError(
-                f"task {task.name!r} has the cost {cost}; "
-                "a cost is a finite number of microseconds, not negative"
-            )
+        if task.cost_us is not None:
+            check_cost(task.name, task.cost_us, GraphError)
+    costed = sum(task.cost_us is not None for task in tasks)
+    if 0 < costed < len(tasks):
+        bare = next(task.name for task in tasks if task.cost_us is None)
+        raise GraphError(
+            f"task {bare!r} has no 'cost_us' while {costed} of {len(tasks)} tasks have one; "
+            "give a cost to every task or to none"
+        )
 
 
 def _check_buffers(tasks: Sequence[Task], buffers: Sequence[Buffer]) -> None:
-    known = {buffer.name for buffer in buffers}
-    if len(known) < len(buffers):
-        raise GraphError("two buffers have the same name; names must be unique")
+    known: set[str] = set()
+    for buffer in buffers:
+        if buffer.name in known:
+            raise GraphError(f"two buffers are named {buffer.name!r}; names must be unique")
+        known.add(buffer.name)
     for task in tasks:
         for region in (*task.reads, *task.writes):
             if region.buffer not in known:
-                raise GraphError(f"task {task.name!r} touches an unknown buffer {region.buffer!r}")
+                raise GraphError(
+                    f"task {task.name!r} touches the buffer {region.buffer!r}, which is not among the "
+                    f"{len(known)} buffers; add it to 'buffers'"
+                )
 
 
 def _topological_order(tasks: Sequence[Task], pairs: set[tuple[int, int]]) -> list[int]:
@@ -254,7 +277,10 @@ def _topological_order(tasks: Sequence[Task], pairs: set[tuple[int, int]]) -> li
                 heappush(ready, v)
     if len(order) < len(tasks):
         cycle = " -> ".join(tasks[i].name for i in _some_cycle(after, missing))
-        raise GraphError(f"the edges form a cycle: {cycle}; a task graph has none, remove an edge")
+        raise GraphError(
+            f"the dependencies form a cycle: {cycle}; a task graph has none: remove an edge, or, where "
+            "regions of memory conflict, list the tasks in the order they run in"
+        )
     return order
 
 
@@ -271,7 +297,9 @@ def _some_cycle(after: Sequence[Sequence[int]], missing: Sequence[int]) -> list[
 # -------------------------------------------------------------------- JSON parts
 
 
-def _list(data: Mapping[str, Any], field: str) -> list[Any]:
+def _list(data: Mapping[str, Any], field: str, *, needed: bool = True) -> list[Any]:
+    if field not in data and not needed:
+        return []
     if field not in data:
         raise GraphError(
             f"the task graph has no field {field!r}; it needs 'tasks' and 'edges' "
@@ -306,16 +334,14 @@ def _task_to_dict(task: Task) -> dict[str, Any]:
 def _task_from_dict(entry: Any, position: int) -> Task:
     if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
         raise GraphError(f"task {position} is {entry!r}; it needs a field 'name' with a text")
-    cost = entry.get("cost_us")
-    if cost is not None and (isinstance(cost, bool) or not isinstance(cost, int | float)):
-        raise GraphError(f"task {entry['name']!r} has the cost {cost!r}; a cost is a number")
+    reads, writes = (_list(entry, field, needed=False) for field in ("reads", "writes"))
     return Task(
         name=entry["name"],
         kind=str(entry.get("kind", "")),
-        reads=tuple(_region_from_dict(r, entry["name"]) for r in entry.get("reads", [])),
-        writes=tuple(_region_from_dict(w, entry["name"]) for w in entry.get("writes", [])),
+        reads=tuple(_region_from_dict(region, entry["name"]) for region in reads),
+        writes=tuple(_region_from_dict(region, entry["name"]) for region in writes),
         origin=str(entry.get("origin", "")),
-        cost_us=cost,
+        cost_us=entry.get("cost_us"),
     )
 
 
@@ -336,19 +362,33 @@ def _region_from_dict(entry: Any, task: str) -> Region:
         raise GraphError(f"task {task!r} has the region {entry!r}; it needs a field 'buffer'")
     if "sizes" not in entry:
         return Region(entry["buffer"])
-    try:
-        return Region(
-            entry["buffer"],
-            int(entry["offset"]),
-            tuple(int(n) for n in entry["sizes"]),
-            tuple(int(s) for s in entry["strides"]),
-            int(entry["itemsize"]),
+    sizes, strides = entry["sizes"], entry.get("strides", ())
+    offset, itemsize = entry.get("offset", 0), entry.get("itemsize", 1)
+    lists = isinstance(sizes, list) and isinstance(strides, list) and len(sizes) == len(strides)
+    if (
+        not lists
+        or not all(map(_is_count, (offset, *sizes)))
+        or not all(isinstance(s, int) and not isinstance(s, bool) for s in strides)
+        or not (_is_count(itemsize) and itemsize > 0)
+    ):
+        raise GraphError(
+            f"task {task!r} has the region {dict(entry)!r}; it needs as many 'sizes' as 'strides' and "
+            "an 'itemsize', all whole numbers of bytes"
         )
-    except (KeyError, TypeError, ValueError) as reason:
-        raise GraphError(f"task {task!r} has a malformed region {dict(entry)!r}") from reason
+    return Region(entry["buffer"], offset, tuple(sizes), tuple(strides), itemsize)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _buffer_from_dict(entry: Any) -> Buffer:
     if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
         raise GraphError(f"buffer {entry!r} needs a field 'name' with a text")
-    return Buffer(entry["name"], entry.get("kind", "temporary"), int(entry.get("nbytes", 0)))
+    kind, nbytes = entry.get("kind", "temporary"), entry.get("nbytes", 0)
+    if kind not in get_args(BufferKind):
+        allowed = ", ".join(map(repr, get_args(BufferKind)))
+        raise GraphError(f"buffer {entry['name']!r} has the kind {kind!r}; it must be one of {allowed}")
+    if not _is_count(nbytes):
+        raise GraphError(f"buffer {entry['name']!r} has {nbytes!r} bytes; give a number from 0 on")
+    return Buffer(entry["name"], kind, nbytes)

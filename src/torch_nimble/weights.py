@@ -10,10 +10,12 @@ Writes through `.data` move no counter and cannot be seen: `update_weights()` is
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
+from torch import nn
 
 from torch_nimble.capture import Source
 from torch_nimble.lower import Program, Ref
@@ -62,6 +64,28 @@ def _key(value: Any, keys: Mapping[str, Any]) -> Any:
     except TypeError:
         return id(value)
     return (type(value), value)
+
+
+class ModuleWatch:
+    """The modules of a model as they were: whether one was added, removed or replaced, and modes."""
+
+    def __init__(self, roots: Iterable[nn.Module]) -> None:
+        self.modules = list(dict.fromkeys(m for root in roots for m in root.modules()))
+        containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+        self._tables = [m._modules for m in self.modules if m._modules or isinstance(m, containers)]
+        self._children = self._now()
+
+    def _now(self) -> list[nn.Module | None]:
+        return list(chain.from_iterable(map(dict.values, self._tables)))
+
+    def unchanged(self) -> bool:
+        """Whether the model still consists of the same modules."""
+        now = self._now()
+        return len(now) == len(self._children) and all(map(operator.is_, now, self._children))
+
+    def training(self) -> tuple[bool, ...]:
+        """The mode of every module."""
+        return tuple([module.training for module in self.modules])
 
 
 class Watch:

@@ -38,6 +38,15 @@ class Callee:
         """The module itself, if that is what was given."""
         return self.target if isinstance(self.target, nn.Module) else None
 
+    def reaches_the_same(self) -> bool:
+        """Whether a function still uses the modules it used, and none of its names was rebound."""
+        if self.module is not None:
+            return True
+        now = _modules_of(self.target)
+        return now.keys() == self.modules.keys() and all(
+            now[name] is module for name, module in self.modules.items()
+        )
+
     @property
     def location(self) -> str:
         """File and line of the code that is called."""

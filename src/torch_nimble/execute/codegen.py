@@ -17,7 +17,6 @@ so memory is freed as soon as no later task of any stream needs it.
 
 from __future__ import annotations
 
-import linecache
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -74,6 +73,9 @@ def compile_plan(program: Program, plan: Plan, *, timed: bool = False) -> Compil
     slots = _Slots()
     namespace: dict[str, Any] = {}
     numbers = _wait_numbers(plan)
+    told: dict[str, list[int]] = {}
+    for (earlier, _), number in numbers.items():
+        told.setdefault(earlier, []).append(number)
     takers = _takers(calls, home, output_names)
     functions: dict[Any, Callable[[list[Any]], None]] = {}
     tasks_by_line: dict[str, Mapping[int, str]] = {}
@@ -81,13 +83,14 @@ def compile_plan(program: Program, plan: Plan, *, timed: bool = False) -> Compil
         writer = _Writer(where, calls[where], home, takers, slots, namespace)
         writer.open(program)
         for launch in by_stream.get(where, ()):
-            writer.launch(launch, program.tasks[launch.task], numbers, timed)
+            awaited = [numbers[earlier, launch.task] for earlier in dict.fromkeys(launch.waits)]
+            calls_of = program.tasks[launch.task]
+            writer.launch(launch.task, calls_of, awaited, told.get(launch.task, []), timed)
         if where == BEGIN:
             for call in program.preamble:
                 writer.call(call)
         source = writer.close()
         filename = f"<torch_nimble plan {id(namespace):x} {writer.name}>"
-        linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
         exec(compile(source, filename, "exec"), namespace)
         functions[where] = namespace[writer.name]
         tasks_by_line[filename] = writer.task_of_line
@@ -163,26 +166,25 @@ class _Writer:
 
     def launch(
         self,
-        launch: Launch,
+        task: str,
         calls: tuple[Call, ...],
-        numbers: Mapping[tuple[str, str], int],
+        awaited: Iterable[int],
+        told: Iterable[int],
         timed: bool,
     ) -> None:
         first = len(self.lines) + 1
-        for earlier in dict.fromkeys(launch.waits):
-            self.line(f"wait_{numbers[earlier, launch.task]}()")
+        for number in awaited:
+            self.line(f"wait_{number}()")
         self.line("if halt: raise Halted")
         if timed:
             self.line("start = now()")
         for call in calls:
             self.call(call)
         if timed:
-            self.line(f"spans[{launch.task!r}] = (start, now())")
-        for (earlier, _), number in numbers.items():
-            if earlier == launch.task:
-                self.line(f"tell_{number}()")
-        for number in range(first, len(self.lines) + 1):
-            self.task_of_line[number] = launch.task
+            self.line(f"spans[{task!r}] = (start, now())")
+        for number in told:
+            self.line(f"tell_{number}()")
+        self.task_of_line.update(dict.fromkeys(range(first, len(self.lines) + 1), task))
 
     def call(self, call: Call) -> None:
         for name in dict.fromkeys(call.refs()):

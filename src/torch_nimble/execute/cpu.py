@@ -42,14 +42,8 @@ class CpuExecutable:
         self.lowered = lowered
         self.spans: dict[str, tuple[float, float]] = {}
         self._code = compile_plan(lowered.program, plan, timed=timed)
-        self._code.namespace.update(halt=[], Halted=Halted, spans=self.spans, now=time.perf_counter)
-        self._locks = [threading.Lock() for _ in self._code.waits]
-        for (wait, tell), lock in zip(self._code.waits, self._locks, strict=True):
-            lock.acquire()
-            self._code.namespace.update({wait: lock.acquire, tell: lock.release})
-        self._team = (
-            _Team(self._code, self._locks, intra_threads) if len(self._code.streams) > 1 else None
-        )
+        self._code.namespace.update(halt=(), Halted=Halted, spans=self.spans, now=time.perf_counter)
+        self._team = _Team(self._code, intra_threads) if len(self._code.streams) > 1 else None
 
     def bind(self, constants: Mapping[str, Tensor]) -> None:
         """Use these tensors as the program's constants and state from the next run on."""
@@ -65,6 +59,8 @@ class CpuExecutable:
         try:
             code.begin(box)
             if self._team is not None:
+                if self._team.abandoned:
+                    self._team = _Team(self._code, self.intra_threads)
                 self._team.run(box)
             else:
                 for stream in code.streams:
@@ -111,45 +107,61 @@ class CpuExecutable:
 
 
 class _Team:
-    """One thread a stream, waiting for runs."""
+    """One thread a stream, waiting for runs. After Ctrl-C a team is abandoned and a new one made."""
 
-    def __init__(self, code: Compiled, locks: list[threading.Lock], intra_threads: int) -> None:
-        self._halt: list[bool] = code.namespace["halt"]
-        self._locks = locks
+    def __init__(self, code: Compiled, intra_threads: int) -> None:
+        self.abandoned = False
+        self._halt: list[bool] = []
         self._errors: list[BaseException] = []
-        self._job: list[Any] = []
+        self._job: tuple[list[Any], bool] | None = None
+        self._waits = [_taken() for _ in code.waits]
         self._go = [_taken() for _ in code.streams]
         self._done = [_taken() for _ in code.streams]
+        self._busy = [False] * len(code.streams)
+        code.namespace["halt"] = self._halt
+        for (wait, tell), lock in zip(code.waits, self._waits, strict=True):
+            code.namespace.update({wait: lock.acquire, tell: lock.release})
         with default_intra_threads_kept():
-            for stream, go, done in zip(code.streams, self._go, self._done, strict=True):
+            for number, stream in enumerate(code.streams):
                 threading.Thread(
                     target=_serve,
-                    args=(weakref.ref(self), stream, go, done, intra_threads),
+                    args=(weakref.ref(self), number, stream, self._go[number], self._done[number]),
+                    kwargs={"intra_threads": intra_threads},
                     name=f"torch-nimble {stream.__name__}",
                     daemon=True,
                 ).start()
-            self._join()
+            for done in self._done:
+                done.acquire()
         self._finalizer = weakref.finalize(self, _end, self._go)
 
     def run(self, box: list[Any]) -> None:
         """All streams once; the first error of any of them is raised here."""
-        self._job[:] = [box, torch.is_inference_mode_enabled()]
-        for go in self._go:
-            go.release()
+        self._job = (box, torch.is_inference_mode_enabled())
         try:
-            self._join()
-        finally:
-            self._job.clear()
-            if self._halt:
-                self._reset()
+            for go in self._go:
+                go.release()
+            for done in self._done:
+                done.acquire()
+        except BaseException:  # Ctrl-C, anywhere between these lines
+            self._abandon()
+            raise
+        self._job = None
         if self._errors:
             error = self._errors[0]
             self._errors.clear()
+            self._halt.clear()
+            for lock in self._waits:
+                lock.acquire(blocking=False)
             raise error
 
-    def work(self, stream: Any) -> None:
-        """What a thread does for one run."""
-        box, inference = self._job
+    def work(self, number: int, stream: Any) -> bool:
+        """What a thread does for one run; False if there is nothing to do any more."""
+        self._busy[number] = True
+        job = self._job
+        if job is None:
+            self._busy[number] = False
+            return False
+        box, inference = job
         try:
             # The order matters: leaving inference mode turns gradients on.
             with torch.inference_mode(inference), torch.no_grad():
@@ -159,35 +171,28 @@ class _Team:
         except BaseException as error:
             if not self._halt:
                 self._errors.append(error)
-            self.halt()
-
-    def halt(self) -> None:
-        """Let every stream stop before its next task, those that wait included."""
-        self._halt.append(True)
-        for lock in self._locks:
-            with contextlib.suppress(RuntimeError):  # released already
-                lock.release()
+            self._stop()
+        self._busy[number] = False
+        return True
 
     def close(self) -> None:
         self._finalizer()
 
-    def _join(self) -> None:
-        interrupt: BaseException | None = None
-        for done in self._done:
-            while True:
-                try:
-                    done.acquire()
-                    break
-                except KeyboardInterrupt as pressed:
-                    interrupt = pressed
-                    self.halt()
-        if interrupt is not None:
-            raise interrupt
+    def _stop(self) -> None:
+        """Let every stream stop before its next task, those that wait included."""
+        self._halt.append(True)
+        for lock in self._waits:
+            with contextlib.suppress(RuntimeError):  # released already
+                lock.release()
 
-    def _reset(self) -> None:
-        self._halt.clear()
-        for lock in self._locks:
-            lock.acquire(blocking=False)
+    def _abandon(self) -> None:
+        """Stop the streams, wait until none is inside a task, and let the threads end."""
+        self.abandoned = True
+        self._job = None
+        self._stop()
+        while any(self._busy):
+            time.sleep(0.001)
+        self.close()
 
 
 def _taken() -> threading.Lock:
@@ -198,9 +203,11 @@ def _taken() -> threading.Lock:
 
 def _serve(
     team: weakref.ref[_Team],
+    number: int,
     stream: Any,
     go: threading.Lock,
     done: threading.Lock,
+    *,
     intra_threads: int,
 ) -> None:
     """The life of a thread: it holds no strong reference to its team while it waits."""
@@ -209,16 +216,16 @@ def _serve(
     while True:
         go.acquire()
         alive = team()
-        if alive is None or not alive._job:
+        if alive is None or not alive.work(number, stream):
             return
-        alive.work(stream)
         del alive
         done.release()
 
 
 def _end(go: list[threading.Lock]) -> None:
     for lock in go:
-        lock.release()
+        with contextlib.suppress(RuntimeError):  # released already, and not taken yet
+            lock.release()
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch_nimble.errors import OptionError, PlanError
-from torch_nimble.plans import GraphFacts, Launch, Plan
+from torch_nimble.plans import GraphFacts, Launch, Plan, check_stream
 from torch_nimble.schedule.lanes import list_schedule
 from torch_nimble.schedule.matching import FREE
 from torch_nimble.schedule.reduce import closure, reduce
@@ -55,7 +55,7 @@ def max_concurrency(graph: TaskGraph, analysis: Analysis | None = None) -> Plan:
 
 
 def lanes(graph: TaskGraph, count: int, analysis: Analysis | None = None) -> Plan:
-    """Critical path first on `count` lanes, with the fewest waits for that placement."""
+    """Critical path first on `count` lanes, with no wait that could go for that placement."""
     if count < 1:
         raise OptionError(f"a plan needs at least one lane, not {count}")
     order, lane = list_schedule(graph.successors, graph.costs_us, count)
@@ -71,8 +71,13 @@ def plan_from_streams(
 ) -> Plan:
     """A plan of one's own: the stream of every task, and the launch order if not program order.
 
-    The waits are filled in: the fewest that keep every dependency for that placement.
+    The waits are filled in: the fewest that keep every dependency and order nothing else.
     """
+    unknown = [name for name in stream_of if name not in graph.index]
+    if unknown:
+        raise PlanError(f"{unknown[0]!r} has a stream but is no task of the graph")
+    for task, number in stream_of.items():
+        check_stream(task, number)
     missing = [task.name for task in graph.tasks if task.name not in stream_of]
     if missing:
         raise PlanError(f"{len(missing)} tasks have no stream, {missing[0]!r} first; give each one")

@@ -8,7 +8,7 @@ Conflicts are found again from the regions, not taken from the edges alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch_nimble.errors import PlanError
 from torch_nimble.plans import Plan
@@ -71,12 +71,14 @@ def _clocks(plan: Plan, place: dict[str, tuple[int, int]]) -> dict[str, dict[int
     last_on: dict[int, str] = {}
     for launch in plan.launches:
         clock: dict[int, int] = {}
-        for name in (*launch.waits, *filter(None, [last_on.get(launch.stream)])):
+        before = [last_on[launch.stream]] if launch.stream in last_on else []
+        for name in (*launch.waits, *before):
             if name not in clocks:
-                known = name in place
+                reason = "is not in the plan"
+                if name in place:
+                    reason = "is itself" if name == launch.task else "is launched later"
                 raise PlanError(
-                    f"{launch.task!r} waits for {name!r}, which "
-                    + ("is launched later: that would never end" if known else "is not in the plan")
+                    f"{launch.task!r} waits for {name!r}, which {reason}; that would never end"
                 )
             for stream, position in clocks[name].items():
                 if clock.get(stream, 0) < position:
@@ -89,19 +91,32 @@ def _clocks(plan: Plan, place: dict[str, tuple[int, int]]) -> dict[str, dict[int
 
 
 def _dependencies(graph: TaskGraph) -> Iterator[tuple[int, int]]:
-    """The graph's edges, then every pair that conflicts in memory."""
+    """The graph's edges, then the pairs that conflict in memory.
+
+    Pairs with a write of the whole buffer between them are left to that write: being ordered with it
+    is checked for both, and orders them.
+    """
     yield from graph.edges
-    accesses: dict[str, list[tuple[int, Region, bool]]] = {}
+    readers: dict[str, list[tuple[int, Region]]] = {}
+    writers: dict[str, list[tuple[int, Region]]] = {}
     for i, task in enumerate(graph.tasks):
-        for regions, is_write in ((task.reads, False), (task.writes, True)):
-            for region in regions:
-                accesses.setdefault(region.buffer, []).append((i, region, is_write))
-    for touched in accesses.values():
-        writes = [access for access in touched if access[2]]
-        for i, region, _ in writes:
-            for j, other, other_writes in touched:
-                if (j > i or (j < i and not other_writes)) and not disjoint(region, other):
-                    yield min(i, j), max(i, j)
+        for region in task.reads:
+            yield from _overlapping(i, region, writers.get(region.buffer, ()))
+        for region in task.writes:
+            yield from _overlapping(i, region, writers.get(region.buffer, ()))
+            yield from _overlapping(i, region, readers.get(region.buffer, ()))
+        for region in task.reads:
+            readers.setdefault(region.buffer, []).append((i, region))
+        for region in task.writes:
+            if region.sizes is None:
+                readers[region.buffer], writers[region.buffer] = [], []
+            writers.setdefault(region.buffer, []).append((i, region))
+
+
+def _overlapping(
+    task: int, region: Region, earlier: Iterable[tuple[int, Region]]
+) -> Iterator[tuple[int, int]]:
+    return ((other, task) for other, seen in earlier if other != task and not disjoint(seen, region))
 
 
 def _reason(graph: TaskGraph, u: int, v: int) -> str:

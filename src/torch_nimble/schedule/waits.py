@@ -1,4 +1,4 @@
-"""The fewest waits for tasks that already have a stream and a launch order."""
+"""Waits for tasks that already have a stream and a launch order, none of which can go."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from torch_nimble.schedule.reduce import closure, reduce
 def minimal_waits(
     successors: Sequence[Sequence[int]], order: Sequence[int], stream: Sequence[int]
 ) -> list[list[int]]:
-    """For each task the tasks it must wait for, such that every edge is kept and no wait can go.
+    """For each task the tasks it must wait for: the fewest that order no more than is asked for.
 
     The order of each stream is joined to the graph, and what the transitive reduction of both keeps
-    across streams are the waits: each is a cover, with nothing between its two ends to imply it.
+    across streams are the waits: each is a cover, with nothing between its two ends to imply it, so
+    none can go. (Ordering *more* than graph and streams do can save waits; that is another plan.)
     `order` must be topological.
     """
     rank = [0] * len(order)
