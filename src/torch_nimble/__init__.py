@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch_nimble import compat, schedule, zoo
-    from torch_nimble.engine import Engine, compile, plan
+    from torch_nimble.api import compile, plan
+    from torch_nimble.engine import Engine
     from torch_nimble.errors import (
         CaptureError,
         FallbackError,
@@ -59,8 +60,8 @@ _HOME = {
     "Task": "taskgraph",
     "TaskGraph": "taskgraph",
     "UnknownNetworkError": "errors",
-    "compile": "engine",
-    "plan": "engine",
+    "compile": "api",
+    "plan": "api",
 }
 _MODULES = ("compat", "schedule", "zoo")
 

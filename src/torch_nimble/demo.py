@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 from torch_nimble import zoo
-from torch_nimble.engine import compile
+from torch_nimble.api import compile
 from torch_nimble.execute.check import TOLERANCE, worst_error
 from torch_nimble.execute.measure import Timing, race
 from torch_nimble.explain import Explanation

@@ -1,4 +1,4 @@
-"""`compile()` and the object it returns.
+"""The object that `compile()` returns.
 
 An engine holds one prepared plan for each input signature it has met:
 
@@ -16,7 +16,6 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -28,15 +27,13 @@ from torch_nimble.errors import (
     FallbackError,
     InputError,
     NimbleWarning,
-    OptionError,
     StateError,
 )
 from torch_nimble.explain import Explanation, Fallback
-from torch_nimble.options import Options, Planner, disabled_by_environment
+from torch_nimble.options import Options, disabled_by_environment
 from torch_nimble.plans import Plan
-from torch_nimble.prepare import MismatchError, Progress, build_graph
+from torch_nimble.prepare import MismatchError, Progress
 from torch_nimble.prepared import Prepared
-from torch_nimble.schedule import max_concurrency
 from torch_nimble.signature import (
     Signature,
     check_devices,
@@ -440,67 +437,3 @@ class _Fluent:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = self._method(*args, **kwargs)
         return self._engine if result is self._engine.__wrapped__ else result
-
-
-def compile(
-    model: Any = None,
-    args: Sequence[Any] | None = None,
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    on_new_shape: str = "prepare",
-    max_graphs: int = 8,
-    batch_sizes: Sequence[int] | None = None,
-    strict: bool = False,
-    plan: Plan | str | Path | Mapping[str, Any] | None = None,
-    planner: Planner | None = None,
-    progress: Progress = lambda stage: None,
-) -> Any:
-    """Make a model run by ahead-of-time, multi-stream plans.
-
-    With `args` or `kwargs` the plan for such inputs is made now, otherwise at the first call. Without
-    a model, a decorator is returned.
-
-    model: a module, a function or a bound method.
-    on_new_shape: `"prepare"` makes a plan for every new input signature, up to `max_graphs`, and runs
-        further ones eagerly with one warning; `"eager"` runs all but the prepared ones eagerly;
-        `"error"` raises for them.
-    batch_sizes: prepare these batch sizes; other batches are padded up to the next one and the result
-        is cut. Inputs have the batch in their first dimension.
-    strict: raise FallbackError instead of running anything eagerly.
-    plan: a plan (or its file) to run instead of choosing one; it is verified first.
-    planner: a function from TaskGraph (with measured costs) to Plan to use instead of ours.
-    progress: is told each stage of preparation as it begins.
-    """
-    options = Options.checked(
-        on_new_shape=on_new_shape,
-        max_graphs=max_graphs,
-        batch_sizes=batch_sizes,
-        strict=strict,
-        plan=plan,
-        planner=planner,
-    )
-    if model is None:
-        if args is not None or kwargs is not None:
-            raise OptionError("compile() was given inputs but no model")
-        return lambda target: Engine(target, options, progress)
-    engine = Engine(model, options, progress)
-    if args is not None or kwargs is not None:
-        engine.prepare(args or (), kwargs)
-    return engine
-
-
-def plan(model: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Plan:
-    """The maximum-concurrency plan of a model for these inputs. Nothing is run."""
-    return max_concurrency(taskgraph(model, args, kwargs))
-
-
-def taskgraph(
-    model: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-) -> TaskGraph:
-    """The task graph of a model for these inputs, without costs. Nothing is run."""
-    if isinstance(args, torch.Tensor):
-        raise InputError("args is a tensor; pass a tuple of arguments, args=(x,)")
-    callee = Callee(model)
-    tensors, structure = flatten_inputs(tuple(args), dict(kwargs or {}))
-    callee.check_arguments(tuple(args), dict(kwargs or {}))
-    return build_graph(Adapter(callee, structure, AutocastState.current("cpu")), tensors).graph

@@ -38,7 +38,7 @@ def make_plan(
         graph = TaskGraph.load(target)
     else:
         with console.status("loading torch and the model"):
-            from torch_nimble.engine import taskgraph
+            from torch_nimble.api import taskgraph
 
             found = load_target(target, inputs, dtype)
         with console.status(f"capturing {found.name}"):

@@ -11,12 +11,16 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from torch_nimble.errors import PlanError
 from torch_nimble.taskgraph import check_cost, check_format, read_json
 
 FORMAT = "torch-nimble/plan/1"
+
+
+Layout = Literal["as captured", "channels-last"]
+"""Which lowering a plan is for: the layouts of the captured graph, or channels-last convolutions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,7 @@ class Plan:
     launches: tuple[Launch, ...]
     planner: str = "custom"
     facts: GraphFacts | None = None
+    layout: Layout = "as captured"
 
     @property
     def streams(self) -> int:
@@ -85,6 +90,7 @@ class Plan:
         return {
             "format": FORMAT,
             "planner": self.planner,
+            "layout": self.layout,
             **facts,
             "streams": self.streams,
             "waits": self.waits,
@@ -101,7 +107,12 @@ class Plan:
                 '{"task": name, "stream": number, "waits": [names]}'
             )
         launches = tuple(_launch_from_dict(entry, i) for i, entry in enumerate(data["plan"]))
-        return cls(launches, str(data.get("planner", "custom")), _facts_from_dict(data))
+        layout = data.get("layout", "as captured")
+        if layout not in get_args(Layout):
+            allowed = ", ".join(map(repr, get_args(Layout)))
+            raise PlanError(f"the plan has the layout {layout!r}; it must be one of {allowed}")
+        planner = str(data.get("planner", "custom"))
+        return cls(launches, planner, _facts_from_dict(data), layout)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +62,8 @@ _LEAF = Leaf()
 
 def flatten_inputs(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], Node]:
     """Tensors of a call in order, and its structure. Unknown objects are refused."""
+    if not kwargs and all(type(value) is torch.Tensor for value in args):
+        return list(args), _positional(len(args))
     tensors: list[torch.Tensor] = []
     names = (*(f"argument {i}" for i in range(len(args))), *(f"argument {k!r}" for k in kwargs))
     children = tuple(
@@ -68,6 +71,12 @@ def flatten_inputs(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[to
         for name, value in zip(names, (*args, *kwargs.values()), strict=True)
     )
     return tensors, Node(tuple, (len(args), *kwargs), children)
+
+
+@functools.cache
+def _positional(count: int) -> Node:
+    """The structure of a call with nothing but tensors, which most calls are."""
+    return Node(tuple, (count,), (_LEAF,) * count)
 
 
 def unflatten_inputs(structure: Node, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:

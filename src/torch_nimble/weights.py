@@ -22,28 +22,39 @@ from torch_nimble.lower import Program, Ref
 
 
 class FoldedConstants:
-    """Folded values of one model, shared by all its plans: the same expression is computed once."""
+    """Folded values of one model, shared by all its plans: the same expression is kept once."""
 
     def __init__(self) -> None:
         self._values: dict[Any, Any] = {}
 
     def evaluate(self, program: Program) -> dict[str, torch.Tensor]:
-        """All constants of a program by name."""
+        """All constants of a program by name. Values in between are not kept."""
         values: dict[str, Any] = {}
         keys: dict[str, Any] = {}
         for name, source in program.sources.items():
             values[name] = source.tensor()
             keys[name] = (id(source.table), source.key)
+        calls = {call.name: call for call in program.folding}
+        for call in calls.values():
+            args, kwargs = _key(call.args, keys), _key(tuple(call.kwargs.items()), keys)
+            keys[call.name] = (call.target, args, kwargs)
 
+        missing = {name for name in program.constants if name in calls}
+        missing = {name for name in missing if keys[name] not in self._values}
+        needed = set(missing)
+        for call in reversed(program.folding):
+            if call.name in needed:
+                needed.update(call.refs())
         with torch.inference_mode(False), torch.no_grad():
-            for call in program.folding:
-                key = (call.target, _key(call.args, keys), _key(tuple(call.kwargs.items()), keys))
-                if key not in self._values:
-                    args = _resolved(call.args, values)
-                    kwargs = {name: _resolved(v, values) for name, v in call.kwargs.items()}
-                    self._values[key] = call.target(*args, **kwargs)
-                values[call.name], keys[call.name] = self._values[key], key
-        return {name: values[name] for name in program.constants}
+            for name, call in calls.items():
+                if name in needed:
+                    kwargs = {key: _resolved(v, values) for key, v in call.kwargs.items()}
+                    values[name] = call.target(*_resolved(call.args, values), **kwargs)
+        self._values.update({keys[name]: values[name] for name in missing})
+        return {
+            name: self._values[keys[name]] if name in calls else values[name]
+            for name in program.constants
+        }
 
 
 def _resolved(value: Any, values: Mapping[str, Any]) -> Any:

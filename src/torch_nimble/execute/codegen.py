@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch_nimble.execute.bindings import binding
 from torch_nimble.lower.program import Call, Program, Ref
 from torch_nimble.plans import Launch, Plan
 
@@ -194,7 +195,7 @@ class _Writer:
                 self.held.add(name)
         arguments = [self._source(value) for value in call.args]
         arguments += [f"{key}={self._source(value)}" for key, value in call.kwargs.items()]
-        self.line(f"{call.name} = {self._named(call.target, 'op')}({', '.join(arguments)})")
+        self.line(f"{call.name} = {self._named(binding(call.target), 'op')}({', '.join(arguments)})")
         for name in call.refs():
             self.uses_left[name] -= 1
         self._made(call.name)

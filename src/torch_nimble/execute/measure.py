@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 
 ROUNDS_AT_LEAST = 5
 ROUNDS_AT_MOST = 21
+_FAIR_ROUNDS = 2
 TIE = 1.02
 """Medians closer than this factor count as equal: the noise of a quiet machine."""
 
@@ -35,23 +37,28 @@ class Timing:
 
 def race(
     runs: Mapping[str, Callable[[], None]],
-    before_each: Callable[[], None] = lambda: None,
+    before: Mapping[str, Callable[[], None]] | None = None,
     budget_s: float = 1.5,
     rounds: int | None = None,
+    hopeless: float = math.inf,
 ) -> dict[str, Timing]:
     """Time the runs in interleaved rounds (A B C, A B C, …), so that drift meets all alike.
 
-    `before_each` is called before every run and not timed. Each run is made once beforehand, which
-    also tells how many rounds fit the budget.
+    What `before` has for a run is called before it and not timed. Each run is made once beforehand,
+    which also tells how many rounds fit the budget. A run whose best round is `hopeless` times slower
+    than another's after a few rounds takes part no longer.
     """
-    warm_s = sum(_timed(run, before_each) for run in runs.values())
+    before = before or {}
+    warm_s = sum(_timed(run, before.get(name)) for name, run in runs.items())
     if rounds is None:
         fitting = int(budget_s / max(warm_s, 1e-6))
         rounds = max(ROUNDS_AT_LEAST, min(ROUNDS_AT_MOST, fitting))
     taken: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
+    for done in range(rounds):
+        best = min((min(seconds) for seconds in taken.values() if seconds), default=math.inf)
         for name, run in runs.items():
-            taken[name].append(_timed(run, before_each))
+            if done < _FAIR_ROUNDS or min(taken[name]) <= best * hopeless:
+                taken[name].append(_timed(run, before.get(name)))
     return {name: Timing(tuple(seconds)) for name, seconds in taken.items()}
 
 
@@ -62,8 +69,9 @@ def fastest(timings: Mapping[str, Timing], simplicity: Mapping[str, int]) -> str
     return min(close, key=lambda name: (simplicity[name], timings[name].median_us))
 
 
-def _timed(run: Callable[[], None], before: Callable[[], None]) -> float:
-    before()
+def _timed(run: Callable[[], None], before: Callable[[], None] | None) -> float:
+    if before is not None:
+        before()
     start = time.perf_counter()
     run()
     return time.perf_counter() - start

@@ -9,6 +9,7 @@ operator that draws random numbers writes the generator.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from torch_nimble.capture import Captured
 from torch_nimble.capture.failure import origin
 from torch_nimble.lower.passes import run_passes
 from torch_nimble.lower.program import Call, InputSlot, Output, Program, Ref
+from torch_nimble.plans import Layout
 from torch_nimble.regions import Region
 from torch_nimble.taskgraph import Buffer, BufferKind, Task, TaskGraph
 
@@ -38,16 +40,17 @@ class Lowered:
 
     graph: TaskGraph
     program: Program
+    layout: Layout
     passes: Mapping[str, int]
 
 
-def lower(captured: Captured) -> Lowered:
+def lower(captured: Captured, layout: Layout = "as captured") -> Lowered:
     """Tasks of a captured graph; the captured graph itself is not changed."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(captured.graph, {}))
     frozen = frozenset(captured.constants) - captured.mutated
-    passes = run_passes(graph, frozen)
-    return _Lowering(captured, graph).result(passes)
+    passes = run_passes(graph, frozen, layout)
+    return _Lowering(captured, graph).result(layout, passes)
 
 
 class _Lowering:
@@ -68,7 +71,7 @@ class _Lowering:
         self.tasks: list[Task] = []
         self.home: dict[str, str] = {}  # value → task whose calls make it
 
-    def result(self, passes: Mapping[str, int]) -> Lowered:
+    def result(self, layout: Layout, passes: Mapping[str, int]) -> Lowered:
         kept = self._storages_that_leave()
         for node in self.nodes:
             if node.op == "placeholder":
@@ -89,6 +92,7 @@ class _Lowering:
                 outputs=outputs,
                 output_structure=self.captured.output_structure,
             ),
+            layout,
             passes,
         )
 
@@ -123,14 +127,12 @@ class _Lowering:
             for fake in fresh:
                 self._own(fake, node.name, "constant")
         elif not mutated and results and not fresh:
-            self._view(node, call)
+            if _is_same(self.fakes[node], self.fakes[node.all_input_nodes[0]]):
+                self._same(node)
+            else:
+                self._view(node, call)
         elif self._is_idle_clone(node, kept):
-            source = node.args[0]
-            assert isinstance(source, fx.Node)
-            self.same_as[node.name] = self.same_as.get(source.name, source.name)
-            self.buffer_of[_storage(self.fakes[node])] = self._buffer(self.fakes[source])
-            if source.name in self.home:
-                self.home[node.name] = self.home[source.name]
+            self._same(node)
         else:
             self._task(node, call, inputs, fresh, mutated, random)
 
@@ -150,6 +152,14 @@ class _Lowering:
         buffer = self.buffers[self._buffer(source)]
         rewritten = buffer.kind == "state" or buffer.name in self.captured.mutated
         return made.stride() == source.stride() and _storage(made) not in kept and not rewritten
+
+    def _same(self, node: fx.Node) -> None:
+        """The value of another node under a second name: nothing to do at run time."""
+        source = node.all_input_nodes[0]
+        self.same_as[node.name] = self.same_as.get(source.name, source.name)
+        self.buffer_of[_storage(self.fakes[node])] = self._buffer(self.fakes[source])
+        if source.name in self.home:
+            self.home[node.name] = self.home[source.name]
 
     def _view(self, node: fx.Node, call: Call) -> None:
         """Metadata only: done with whatever makes the value that is looked at."""
@@ -330,13 +340,21 @@ def _storage(fake: torch.Tensor) -> int:
     return fake.untyped_storage()._cdata if fake.layout is torch.strided else id(fake)
 
 
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two values are the same view of the same memory."""
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return False
+    looks = [(t.shape, t.stride(), t.storage_offset(), t.dtype, t.is_conj()) for t in (one, other)]
+    return _storage(one) == _storage(other) and looks[0] == looks[1]
+
+
 def _nbytes(fake: torch.Tensor) -> int:
     return fake.numel() * fake.element_size()
 
 
 def _kind(node: fx.Node) -> str:
-    """`aten.conv2d.default` and the like."""
-    return str(node.target)
+    """`aten.conv2d.default`, or the name of a function of a pass."""
+    return node.target.__name__ if inspect.isfunction(node.target) else str(node.target)
 
 
 def _mutated_arguments(node: fx.Node) -> list[fx.Node]:

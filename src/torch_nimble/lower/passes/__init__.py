@@ -12,15 +12,20 @@ from torch import fx
 
 from torch_nimble.lower.passes.fold import fold_batch_norm
 from torch_nimble.lower.passes.guard import drop_checks, protect_results
+from torch_nimble.lower.passes.layout import use_channels_last
+from torch_nimble.plans import Layout
 
 Pass = Callable[[fx.Graph, frozenset[str]], int]
 
-PASSES: tuple[Pass, ...] = (drop_checks, fold_batch_norm, protect_results)
+PASSES: dict[Layout, tuple[Pass, ...]] = {
+    "as captured": (drop_checks, fold_batch_norm, protect_results),
+    "channels-last": (drop_checks, fold_batch_norm, use_channels_last, protect_results),
+}
 
 
-def run_passes(graph: fx.Graph, constants: frozenset[str]) -> dict[str, int]:
-    """Run every pass, drop dead code, and say what each did."""
-    done = {rewrite.__name__: rewrite(graph, constants) for rewrite in PASSES}
+def run_passes(graph: fx.Graph, constants: frozenset[str], layout: Layout) -> dict[str, int]:
+    """Run every pass for that layout, drop dead code, and say what each did."""
+    done = {rewrite.__name__: rewrite(graph, constants) for rewrite in PASSES[layout]}
     before = len(graph.nodes)
     graph.eliminate_dead_code()
     return {**done, "dead_code": before - len(graph.nodes)}

@@ -1,0 +1,85 @@
+"""`compile()` and `plan()`: the two functions most people need."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_nimble.capture import Adapter, AutocastState, Callee, capture
+from torch_nimble.engine import Engine
+from torch_nimble.errors import InputError, OptionError
+from torch_nimble.lower import lower
+from torch_nimble.options import Options, Planner
+from torch_nimble.plans import Plan
+from torch_nimble.prepare import Progress
+from torch_nimble.schedule import max_concurrency
+from torch_nimble.taskgraph import TaskGraph
+from torch_nimble.tree import flatten_inputs
+
+
+def compile(
+    model: Any = None,
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    on_new_shape: str = "prepare",
+    max_graphs: int = 8,
+    batch_sizes: Sequence[int] | None = None,
+    strict: bool = False,
+    plan: Plan | str | Path | Mapping[str, Any] | None = None,
+    planner: Planner | None = None,
+    progress: Progress = lambda stage: None,
+) -> Any:
+    """Make a model run by ahead-of-time, multi-stream plans.
+
+    With `args` or `kwargs` the plan for such inputs is made now, otherwise at the first call. Without
+    a model, a decorator is returned.
+
+    model: a module, a function or a bound method.
+    on_new_shape: `"prepare"` makes a plan for every new input signature, up to `max_graphs`, and runs
+        further ones eagerly with one warning; `"eager"` runs all but the prepared ones eagerly;
+        `"error"` raises for them.
+    batch_sizes: prepare these batch sizes; other batches are padded up to the next one and the result
+        is cut. Inputs have the batch in their first dimension.
+    strict: raise FallbackError instead of running anything eagerly.
+    plan: a plan (or its file) to run instead of choosing one; it is verified first.
+    planner: a function from TaskGraph (with measured costs) to Plan to use instead of ours.
+    progress: is told each stage of preparation as it begins.
+    """
+    options = Options.checked(
+        on_new_shape=on_new_shape,
+        max_graphs=max_graphs,
+        batch_sizes=batch_sizes,
+        strict=strict,
+        plan=plan,
+        planner=planner,
+    )
+    if model is None:
+        if args is not None or kwargs is not None:
+            raise OptionError("compile() was given inputs but no model")
+        return lambda target: Engine(target, options, progress)
+    engine = Engine(model, options, progress)
+    if args is not None or kwargs is not None:
+        engine.prepare(args or (), kwargs)
+    return engine
+
+
+def plan(model: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Plan:
+    """The maximum-concurrency plan of a model for these inputs. Nothing is run."""
+    return max_concurrency(taskgraph(model, args, kwargs))
+
+
+def taskgraph(
+    model: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> TaskGraph:
+    """The task graph of a model for these inputs, without costs. Nothing is run."""
+    if isinstance(args, torch.Tensor):
+        raise InputError("args is a tensor; pass a tuple of arguments, args=(x,)")
+    callee = Callee(model)
+    tensors, structure = flatten_inputs(tuple(args), dict(kwargs or {}))
+    callee.check_arguments(tuple(args), dict(kwargs or {}))
+    adapter = Adapter(callee, structure, AutocastState.current("cpu"))
+    return lower(capture(adapter, tensors)).graph

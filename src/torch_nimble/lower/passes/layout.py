@@ -1,0 +1,78 @@
+"""Two-dimensional convolutions in channels-last memory, where they are often faster.
+
+Only memory layouts change, never values: weights are laid out ahead of time, activations where a
+convolution meets one that is not channels-last yet, and results get back the strides that eager gives
+them. Reshapes that were views of the old layout may have to copy in the new one. Whether all that
+pays is not decided here: preparation measures both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+_aten = torch.ops.aten
+_CONVOLUTIONS = frozenset(
+    [_aten.conv2d.default, _aten.conv2d.padding, _aten.conv_transpose2d.input, _aten.convolution.default]
+)
+_VIEWS = frozenset([_aten.view.default, _aten._unsafe_view.default])
+
+
+def use_channels_last(graph: fx.Graph, constants: frozenset[str]) -> int:
+    """Lay out every convolution with constant weights as channels-last; how many there are."""
+    changed = 0
+    for node in list(graph.nodes):
+        if node.target in _CONVOLUTIONS and _has_images(node):
+            image, weight = node.args[:2]
+            assert isinstance(image, fx.Node)
+            assert isinstance(weight, fx.Node)
+            with graph.inserting_before(node):
+                node.update_arg(0, graph.call_function(channels_last, (image,)))
+                node.update_arg(1, graph.call_function(channels_last, (weight,)))
+            changed += 1
+    if changed:
+        _free_views(graph)
+        _restore_results(graph)
+    return changed
+
+
+def _has_images(node: fx.Node) -> bool:
+    image = node.args[0]
+    return isinstance(image, fx.Node) and image.meta["val"].dim() == 4
+
+
+def _free_views(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.target in _VIEWS:
+            node.target = reshape
+
+
+def _restore_results(graph: fx.Graph) -> None:
+    output = graph.output_node()
+    results = []
+    for value in output.args[0]:  # type: ignore[union-attr]
+        assert isinstance(value, fx.Node)
+        with graph.inserting_before(output):
+            strides = tuple(value.meta["val"].stride())
+            results.append(graph.call_function(with_strides, (value, strides)))
+    output.args = (tuple(results),)
+
+
+def channels_last(tensor: torch.Tensor) -> torch.Tensor:
+    """The same image or weight in channels-last memory; itself if it lies so already."""
+    return tensor.contiguous(memory_format=torch.channels_last)
+
+
+def reshape(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A view where the layout allows one, else a copy."""
+    return tensor.reshape(shape)
+
+
+def with_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """The same values in memory with these strides; itself if they are the same."""
+    if tensor.stride() == strides:
+        return tensor
+    made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor)

@@ -1,0 +1,114 @@
+"""Runs of a program that leave no trace, for measuring and checking."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from torch_nimble.capture import Adapter
+from torch_nimble.execute.cpu import CpuExecutable
+from torch_nimble.lower import Lowered
+from torch_nimble.schedule import serial
+from torch_nimble.taskgraph import TaskGraph
+
+_COST_ROUNDS = 3
+
+
+class Trial:
+    """Runs of a program that leave no trace: on copies of the state and of the written inputs."""
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        lowered: Lowered,
+        tensors: Sequence[torch.Tensor],
+        constants: Mapping[str, torch.Tensor],
+    ) -> None:
+        self._adapter = adapter
+        self.lowered = lowered
+        self.own_constants = constants
+        program = lowered.program
+        self._given = tensors
+        self._written = [slot.mutated for slot in program.inputs]
+        self.inputs = [
+            _in_layout(tensor, slot.strides, copy=slot.mutated)
+            for tensor, slot in zip(tensors, program.inputs, strict=True)
+        ]
+        self._state = {name: constants[name] for name in program.state if name in constants}
+        self._targets = {program.sources[name].target: tensor for name, tensor in self._state.items()}
+        copies = {name: tensor.clone() for name, tensor in self._state.items()}
+        self.constants = {**constants, **copies}
+        self._generator = torch.get_rng_state()
+
+    def eager(self) -> tuple[torch.Tensor, ...]:
+        """What the model itself returns, from the caller's random state."""
+        copies = [
+            tensor.clone() if written else tensor
+            for tensor, written in zip(self._given, self._written, strict=True)
+        ]
+        with random_state_kept():
+            results = self._adapter.eager(copies, self._targets)
+        return tuple(result.detach() for result in results)
+
+    def restore(self) -> None:
+        """Put the copies and the generator back to where the caller's are."""
+        for tensor, given, written in zip(self.inputs, self._given, self._written, strict=True):
+            if written:
+                tensor.copy_(given)
+        for name, tensor in self._state.items():
+            self.constants[name].copy_(tensor)
+        torch.set_rng_state(self._generator)
+
+
+def measure_tasks(trial: Trial, threads: int) -> TaskGraph:
+    """The graph with the median time of each task, run one after another with so many threads."""
+    lowered = trial.lowered
+    executable = CpuExecutable(lowered, serial(lowered.graph), intra_threads=threads, timed=True)
+    executable.bind(trial.constants)
+    rounds: list[dict[str, tuple[float, float]]] = []
+    failures: list[BaseException] = []
+
+    def measure() -> None:
+        try:
+            torch.set_num_threads(threads)
+            with torch.no_grad():
+                for _ in range(_COST_ROUNDS + 1):
+                    trial.restore()
+                    executable.run(trial.inputs)
+                    rounds.append(dict(executable.spans))
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=measure, name="torch-nimble measure")
+    thread.start()
+    thread.join()
+    if failures:
+        raise failures[0]
+    return lowered.graph.with_costs(
+        [
+            statistics.median((r[task.name][1] - r[task.name][0]) * 1e6 for r in rounds[1:])
+            for task in lowered.graph.tasks
+        ]
+    )
+
+
+@contextlib.contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Torch's generator afterwards as it was before."""
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+
+
+def _in_layout(tensor: torch.Tensor, strides: tuple[int, ...], *, copy: bool) -> torch.Tensor:
+    """The tensor itself if it lies as the program wants it, else a copy that does."""
+    if tensor.stride() == strides and not copy:
+        return tensor.detach()
+    made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor.detach())
