@@ -63,7 +63,7 @@ def compile(
         return lambda target: Engine(target, options, progress)
     engine = Engine(model, options, progress)
     if args is not None or kwargs is not None:
-        engine.prepare(args or (), kwargs)
+        engine.prepare(() if args is None else args, kwargs)
     return engine
 
 

@@ -47,6 +47,19 @@ class Batching:
             for tensor in tensors
         ]
 
+    @classmethod
+    def probes(cls, tensors: Sequence[torch.Tensor], size: int, target: int) -> list[list[torch.Tensor]]:
+        """Inputs padded in two ways: with the last row, and with rows of another kind.
+
+        If the result of the real rows is the same with both, padding does not influence it.
+        """
+        plain = cls.resized(tensors, size, target)
+        other = [
+            torch.cat([given, _unlike(padded[size:])]) if padded is not given else padded
+            for given, padded in zip(tensors, plain, strict=True)
+        ]
+        return [plain, other]
+
     @staticmethod
     def cut(result: Any, target: int, size: int) -> Any:
         """The result with its padding rows taken off."""
@@ -61,6 +74,14 @@ class Batching:
         """Whether a cut result is what eager gives for the batch itself."""
         (results, one), (references, other) = flatten_output(padded), flatten_output(eager)
         return one == other and agrees(results, references)
+
+
+def _unlike(rows: torch.Tensor) -> torch.Tensor:
+    """Rows of other values: noise, or zeros where noise would be no valid index."""
+    if rows.is_floating_point() or rows.is_complex():
+        generator = torch.Generator().manual_seed(0)
+        return torch.randn(rows.shape, generator=generator, dtype=rows.dtype)
+    return torch.zeros_like(rows)
 
 
 def _with_rows(tensor: torch.Tensor, count: int) -> torch.Tensor:

@@ -13,15 +13,17 @@ belong to the caller. What cannot be run by a plan runs eagerly, is counted, and
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
 from torch_nimble.batching import Batching
-from torch_nimble.capture import Adapter, AutocastState, Callee
+from torch_nimble.capture import Adapter, AutocastState, Callee, generators_kept
 from torch_nimble.errors import (
     CaptureError,
     FallbackError,
@@ -32,7 +34,7 @@ from torch_nimble.errors import (
 from torch_nimble.explain import Explanation, Fallback
 from torch_nimble.options import Options, disabled_by_environment
 from torch_nimble.plans import Plan
-from torch_nimble.prepare import MismatchError, Progress
+from torch_nimble.prepare import MismatchError, Progress, refused_by_model
 from torch_nimble.prepared import Prepared
 from torch_nimble.signature import (
     Signature,
@@ -147,14 +149,16 @@ class Engine:
                 "leave batch_sizes out for this model",
             )
             return self._eager(structure, tensors)
-        generator = torch.get_rng_state()
-        padded = self._call(structure, batching.resized(tensors, size, target))
-        result = batching.cut(padded, target, size)
         if key in batching.trusted:
-            return result
-        torch.set_rng_state(generator)
+            padded = self._call(structure, batching.resized(tensors, size, target))
+            return batching.cut(padded, target, size)
+        with generators_kept():
+            results = [
+                batching.cut(self._call(structure, padded), target, size)
+                for padded in batching.probes(tensors, size, target)
+            ]
         eager = self._eager(structure, tensors)
-        if batching.same(result, eager):
+        if all(batching.same(result, eager) for result in results):
             batching.trusted.add(key)
         else:
             batching.unsuitable[key] = "the rows of a batch influence each other"
@@ -164,6 +168,14 @@ class Engine:
         self, signature: Signature, structure: Node, tensors: Sequence[torch.Tensor]
     ) -> Prepared | None:
         """Follow `on_new_shape` for a signature without a plan; None means: run it eagerly."""
+        with self._lock:
+            return self._follow_policy(signature, structure, tensors)
+
+    def _follow_policy(
+        self, signature: Signature, structure: Node, tensors: Sequence[torch.Tensor]
+    ) -> Prepared | None:
+        if signature in self._prepared:  # made by another thread meanwhile
+            return self._prepare(structure, tensors)
         for known in self._prepared:
             check_kinds(known.structure, structure)
         self._check_call(structure, tensors)
@@ -204,7 +216,9 @@ class Engine:
             seen.calls += 1
         if warn and seen.calls == 1:
             warnings.warn(
-                f"{self._callee.name} runs eagerly: {reason}. {remedy}", NimbleWarning, stacklevel=4
+                f"{self._callee.name} runs eagerly: {reason}. {remedy}",
+                NimbleWarning,
+                stacklevel=_level_of_caller(),
             )
 
     # ------------------------------------------------------------ preparing
@@ -252,32 +266,20 @@ class Engine:
                     signature, adapter, tensors, self._options, self._folded, self._progress
                 )
             except CaptureError as error:
-                self._blame(adapter, signature, tensors, error)
+                self._blame(adapter, tensors, error)
             except MismatchError as error:
                 self._fall_back(f"{signature}: {error}", "please report this model as a bug")
                 return None
             self._prepared[signature] = prepared
             return prepared
 
-    def _blame(
-        self,
-        adapter: Adapter,
-        signature: Signature,
-        tensors: Sequence[torch.Tensor],
-        error: CaptureError,
-    ) -> NoReturn:
+    def _blame(self, adapter: Adapter, tensors: Sequence[torch.Tensor], error: CaptureError) -> NoReturn:
         """Raise for a model that could not be captured; InputError if eager refuses the inputs too."""
-        buffers = dict(adapter.named_buffers())
-        state = torch.get_rng_state()
         try:
-            adapter.eager([tensor.clone() for tensor in tensors], buffers)
+            with generators_kept():
+                adapter.eager([tensor.clone() for tensor in tensors])
         except Exception as reason:
-            raise InputError(
-                f"{self._callee.name} itself refuses inputs of {signature}: "
-                f"{type(reason).__name__}: {reason}"
-            ) from reason
-        finally:
-            torch.set_rng_state(state)
+            raise refused_by_model(self._callee.name, tensors, reason) from reason
         raise error
 
     def _signature(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Signature:
@@ -361,7 +363,7 @@ class Engine:
             model=self._callee.name,
             disabled=self._disabled,
             closed=self._closed,
-            signatures=tuple(prepared.account() for prepared in self._prepared.values()),
+            signatures=tuple(prepared.account() for prepared in list(self._prepared.values())),
             fallbacks=tuple(self._fallbacks.values()),
         )
 
@@ -426,6 +428,15 @@ class Engine:
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{len(self._prepared)} prepared"
         return f"<torch_nimble.Engine of {self._callee.name}, {state}>"
+
+
+def _level_of_caller() -> int:
+    """The `stacklevel` at which a warning points to the first line outside this package."""
+    package = str(Path(__file__).parent)
+    level, frame = 0, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
+        level, frame = level + 1, frame.f_back
+    return level + 1
 
 
 class _Fluent:

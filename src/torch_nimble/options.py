@@ -44,9 +44,12 @@ class Options:
             raise OptionError(f"on_new_shape is {on_new_shape!r}; it must be one of {allowed}")
         if isinstance(max_graphs, bool) or not isinstance(max_graphs, int) or max_graphs < 1:
             raise OptionError(f"max_graphs is {max_graphs!r}; it must be a number from 1 on")
-        sizes = tuple(sorted(set(batch_sizes or ())))
-        if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
+        given = batch_sizes or ()
+        if isinstance(given, int | str) or not all(
+            isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in given
+        ):
             raise OptionError(f"batch_sizes is {batch_sizes!r}; it must be a list of numbers from 1 on")
+        sizes = tuple(sorted(set(given)))
         if len(sizes) > max_graphs:
             raise OptionError(
                 f"batch_sizes has {len(sizes)} sizes, but max_graphs allows only {max_graphs} plans; "

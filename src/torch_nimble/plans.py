@@ -11,16 +11,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from torch_nimble.errors import PlanError
-from torch_nimble.taskgraph import check_cost, check_format, read_json
+from torch_nimble.taskgraph import Layout, check_cost, check_format, layout_of, read_json
 
 FORMAT = "torch-nimble/plan/1"
-
-
-Layout = Literal["as captured", "channels-last"]
-"""Which lowering a plan is for: the layouts of the captured graph, or channels-last convolutions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +45,10 @@ class GraphFacts:
 
 @dataclass(frozen=True)
 class Plan:
-    """Launches in order, by which planner, and facts about the graph they were made for."""
+    """Launches in order, by which planner, and facts about the graph they were made for.
+
+    `layout` is that of the graph: a network with convolutions has two lowerings.
+    """
 
     launches: tuple[Launch, ...]
     planner: str = "custom"
@@ -107,12 +106,8 @@ class Plan:
                 '{"task": name, "stream": number, "waits": [names]}'
             )
         launches = tuple(_launch_from_dict(entry, i) for i, entry in enumerate(data["plan"]))
-        layout = data.get("layout", "as captured")
-        if layout not in get_args(Layout):
-            allowed = ", ".join(map(repr, get_args(Layout)))
-            raise PlanError(f"the plan has the layout {layout!r}; it must be one of {allowed}")
         planner = str(data.get("planner", "custom"))
-        return cls(launches, planner, _facts_from_dict(data), layout)
+        return cls(launches, planner, _facts_from_dict(data), layout_of(data, PlanError))
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""

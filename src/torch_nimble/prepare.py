@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_nimble.capture import Adapter, Captured, capture
-from torch_nimble.errors import NimbleError, PlanError
+from torch_nimble.capture import Adapter, Captured, capture, examples, generators_kept
+from torch_nimble.errors import InputError, NimbleError, PlanError
 from torch_nimble.execute.check import agrees, worst_error
-from torch_nimble.execute.cpu import CpuExecutable, default_intra_threads_kept
+from torch_nimble.execute.cpu import CpuExecutable, autocast_off, default_intra_threads_kept
 from torch_nimble.execute.measure import Timing, fastest, race
 from torch_nimble.explain import Candidate
 from torch_nimble.lower import Lowered, lower
@@ -29,7 +29,7 @@ from torch_nimble.options import Options
 from torch_nimble.plans import Plan
 from torch_nimble.schedule import Analysis, analyse, lanes, max_concurrency, serial, verify
 from torch_nimble.taskgraph import TaskGraph
-from torch_nimble.trial import Trial, measure_tasks, random_state_kept
+from torch_nimble.trial import Trial, measure_tasks
 from torch_nimble.weights import FoldedConstants
 
 log = logging.getLogger("torch_nimble")
@@ -58,6 +58,12 @@ class Choice:
         return self.executable.plan
 
 
+def refused_by_model(name: str, tensors: Sequence[torch.Tensor], reason: BaseException) -> InputError:
+    """The error for inputs that eager refuses too."""
+    shapes = ", ".join(f"{tuple(t.shape)} {t.dtype} on {t.device}" for t in tensors)
+    return InputError(f"{name} itself refuses inputs of {shapes}: {type(reason).__name__}: {reason}")
+
+
 class MismatchError(NimbleError):
     """Every candidate disagrees with eager: the graph does not stand for the model."""
 
@@ -71,9 +77,10 @@ def prepare(
 ) -> Choice:
     """The fastest verified plan for these inputs that agrees with eager."""
     stages = _Stages(progress)
-    # Constants made in the caller's inference mode would be inference tensors for ever.
-    with torch.inference_mode(False), torch.no_grad():
-        return _prepare(adapter, tensors, options, folded, stages)
+    # Constants made in the caller's inference mode would be inference tensors for ever; the caller's
+    # autocast is entered where the model is called, and nowhere else.
+    with torch.inference_mode(False), torch.no_grad(), autocast_off():
+        return _prepare(adapter, examples(tensors), options, folded, stages)
 
 
 def _prepare(
@@ -90,8 +97,11 @@ def _prepare(
     with stages("fold constants"):
         trials = [Trial(adapter, v, tensors, folded.evaluate(v.program)) for v in variants]
     with stages("run eager"):
-        reference = trials[0].eager()
-    with random_state_kept(), default_intra_threads_kept():
+        try:
+            reference = trials[0].eager()
+        except (RuntimeError, TypeError, ValueError) as reason:
+            raise refused_by_model(adapter.callee.name, tensors, reason) from reason
+    with generators_kept(), default_intra_threads_kept():
         with stages("plan and measure tasks"):
             entrants = [e for trial in trials for e in _entrants(trial, options)]
         with stages("check against eager"):
@@ -141,8 +151,9 @@ class _Entrant:
     """A candidate while it is being tried."""
 
     def __init__(self, plan: Plan, lowered: Lowered, threads: int, trial: Trial) -> None:
-        plan = dataclasses.replace(plan, layout=lowered.layout)
-        suffix = "" if lowered.layout == "as captured" else f", {lowered.layout}"
+        if plan.facts is None:
+            plan = dataclasses.replace(plan, facts=analyse(lowered.graph).facts)
+        suffix = "" if plan.layout == "as captured" else f", {plan.layout}"
         self.name = plan.planner + suffix
         self.trial = trial
         self.executable = CpuExecutable(lowered, plan, intra_threads=threads)

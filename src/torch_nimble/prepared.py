@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +9,8 @@ from typing import Any
 import torch
 
 from torch_nimble.capture import Adapter
+from torch_nimble.errors import StateError
+from torch_nimble.execute.cpu import autocast_off
 from torch_nimble.explain import SignatureAccount
 from torch_nimble.options import Options
 from torch_nimble.prepare import Choice, Progress, prepare
@@ -35,10 +36,15 @@ class Prepared:
         self.signature = signature
         self.choice: Choice = prepare(adapter, tensors, options, folded, progress)
         self._program = self.choice.lowered.program
+        self._modules = [m for root in adapter.callee.modules.values() for m in root.modules()]
         self._lock = threading.Lock()
         self._written = [i for i, slot in enumerate(self._program.inputs) if slot.mutated]
-        self.watch = Watch(self._program.sources, self._program.state)
+        self.watch = self._watch_now()
         self.calls = 0
+        self._closed = False
+
+    def _watch_now(self) -> Watch:
+        return Watch(self._program.sources, self._program.state, self._modules)
 
     @property
     def writes(self) -> bool:
@@ -52,7 +58,9 @@ class Prepared:
             t if t.stride() == slot.strides else _relaid(t, slot.strides)
             for t, slot in zip(tensors, slots, strict=True)
         ]
-        with self._lock, torch.no_grad(), _no_autocast():
+        with self._lock, torch.no_grad(), autocast_off():
+            if self._closed:
+                raise StateError("the engine was closed while this call waited for its turn")
             self.calls += 1
             results = self.choice.executable.run(inputs)
             for i in self._written:
@@ -61,10 +69,16 @@ class Prepared:
         return unflatten_output(self._program.output_structure, results)
 
     def refusal(self, tensors: Sequence[torch.Tensor]) -> str | None:
-        """Why this call must not be run by the plan: a written input that shares memory."""
-        if not self._written:
+        """Why this call must not be run by the plan: written memory that an input shares."""
+        if not self.writes:
             return None
         regions = [_memory(tensor) for tensor in tensors]
+        for name in self._program.state:
+            buffer = self._program.sources[name].tensor()
+            for i, region in enumerate(regions):
+                if buffer is not None and not disjoint(_memory(buffer), region):
+                    path = self._program.sources[name].path
+                    return f"input {i} shares memory with the buffer {path!r}, which the model writes"
         for i in self._written:
             for j, other in enumerate(regions):
                 if j != i and not disjoint(regions[i], other):
@@ -76,11 +90,12 @@ class Prepared:
         constants = folded.evaluate(self._program)
         with self._lock:
             self.choice.executable.bind(constants)
-            self.watch = Watch(self._program.sources, self._program.state)
+            self.watch = self._watch_now()
 
     def close(self) -> None:
         """End the threads, after a call that is under way."""
         with self._lock:
+            self._closed = True
             self.choice.executable.close()
 
     def account(self) -> SignatureAccount:
@@ -117,10 +132,3 @@ def _relaid(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     """A copy in the layout that the plan was made for."""
     made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
     return made.copy_(tensor)
-
-
-def _no_autocast() -> contextlib.AbstractContextManager[Any]:
-    """Autocast off: its casts are part of the graph already."""
-    if torch.is_autocast_enabled("cpu"):
-        return torch.autocast("cpu", enabled=False)
-    return contextlib.nullcontext()

@@ -9,7 +9,7 @@ import torch
 
 from torch_nimble.capture import AutocastState
 from torch_nimble.errors import InputError
-from torch_nimble.tree import Leaf, Node, Opaque, Static, Structure, leaf_paths
+from torch_nimble.tree import Leaf, Node, Static, Structure, argument_names, child_labels, input_paths
 
 TensorKey = tuple[tuple[int, ...], torch.dtype, torch.device]
 
@@ -47,13 +47,13 @@ def check_tensors(structure: Node, tensors: Sequence[torch.Tensor]) -> None:
     for i, tensor in enumerate(tensors):
         if tensor.requires_grad and torch.is_grad_enabled():
             raise InputError(
-                f"input {_path(structure, i)} requires grad, but a compiled model does not record "
+                f"{input_paths(structure)[i]} requires grad, but a compiled model does not record "
                 "gradients: call it under torch.no_grad() or pass x.detach(); to train, call the "
                 "model itself"
             )
         if tensor.layout is not torch.strided:
             raise InputError(
-                f"input {_path(structure, i)} has the layout {tensor.layout}; only dense tensors are "
+                f"{input_paths(structure)[i]} has the layout {tensor.layout}; only dense tensors are "
                 "supported: pass x.to_dense()"
             )
 
@@ -65,27 +65,27 @@ def check_devices(structure: Node, tensors: Sequence[torch.Tensor], device: torc
         if tensor.device != expected and (tensor.dim() > 0 or tensor.device.type == "meta"):
             owner = "the model's parameters are" if device is not None else "another input is"
             raise InputError(
-                f"input {_path(structure, i)} is on {tensor.device}, but {owner} on {expected}; "
+                f"{input_paths(structure)[i]} is on {tensor.device}, but {owner} on {expected}; "
                 f"move it with .to({str(expected)!r})"
             )
 
 
-def check_kinds(known: Structure, given: Structure, path: str = "") -> None:
+def check_kinds(known: Node, given: Node) -> None:
     """InputError where a tensor was prepared for and something else than a tensor or None is given.
 
     None is let through, as optional arguments are; what differs otherwise is another signature.
     """
+    pairs = zip(argument_names(given), known.children, given.children, strict=False)
+    for name, was, now in pairs:
+        _check_kind(was, now, name)
+
+
+def _check_kind(known: Structure, given: Structure, path: str) -> None:
     if isinstance(known, Leaf) and isinstance(given, Static) and given.value is not None:
         raise InputError(
-            f"input {path} is {given.value!r} ({type(given.value).__name__}), but was a tensor when "
-            "the model was prepared; pass a tensor, for example torch.tensor(value)"
+            f"{path} is {given.value!r} ({type(given.value).__name__}), but was a tensor when the "
+            "model was prepared; pass a tensor, for example torch.tensor(value)"
         )
     if isinstance(known, Node) and isinstance(given, Node) and known.type is given.type:
-        labels = known.keys if len(known.keys) == len(known.children) else range(10**6)
-        for label, a, b in zip(labels, known.children, given.children, strict=False):
-            check_kinds(a, b, f"{path}[{label!r}]")
-
-
-def _path(structure: Structure, position: int) -> str:
-    assert not isinstance(structure, Opaque)
-    return list(leaf_paths(structure))[position]
+        for label, was, now in zip(child_labels(given), known.children, given.children, strict=False):
+            _check_kind(was, now, f"{path}[{label!r}]")

@@ -27,6 +27,10 @@ FORMAT = "torch-nimble/taskgraph/1"
 BufferKind = Literal["input", "constant", "state", "temporary", "generator"]
 
 
+Layout = Literal["as captured", "channels-last"]
+"""Which lowering a graph is: the layouts of the captured model, or channels-last convolutions."""
+
+
 @dataclass(frozen=True, slots=True)
 class Buffer:
     """One allocation. `nbytes` is 0 where the size is unknown or does not matter."""
@@ -63,9 +67,15 @@ class TaskGraph:
     tasks: tuple[Task, ...]
     edges: tuple[tuple[int, int], ...]
     buffers: tuple[Buffer, ...] = ()
+    layout: Layout = "as captured"
 
     @classmethod
-    def from_conflicts(cls, tasks: Iterable[Task], buffers: Iterable[Buffer] = ()) -> TaskGraph:
+    def from_conflicts(
+        cls,
+        tasks: Iterable[Task],
+        buffers: Iterable[Buffer] = (),
+        layout: Layout = "as captured",
+    ) -> TaskGraph:
         """The graph of tasks given in program order, its edges derived from memory conflicts.
 
         Edges that a write of a whole buffer makes superfluous are left out: what touched the buffer
@@ -74,7 +84,7 @@ class TaskGraph:
         tasks, buffers = tuple(tasks), tuple(buffers)
         _check_tasks(tasks)
         _check_buffers(tasks, buffers)
-        return cls(tasks, tuple(sorted(_conflicts(tasks))), buffers)
+        return cls(tasks, tuple(sorted(_conflicts(tasks))), buffers, layout)
 
     @classmethod
     def from_edges(
@@ -82,6 +92,7 @@ class TaskGraph:
         tasks: Iterable[Task],
         edges: Iterable[tuple[str, str]],
         buffers: Iterable[Buffer] = (),
+        layout: Layout = "as captured",
     ) -> TaskGraph:
         """The graph of named edges, its tasks put into a topological order (stable where it can be).
 
@@ -107,6 +118,7 @@ class TaskGraph:
             tuple(tasks[i] for i in order),
             tuple(sorted((rank[u], rank[v]) for u, v in pairs)),
             buffers,
+            layout,
         )
 
     @cached_property
@@ -151,6 +163,7 @@ class TaskGraph:
         """A JSON object that `from_dict` reads back to an equal graph."""
         return {
             "format": FORMAT,
+            "layout": self.layout,
             "tasks": [_task_to_dict(task) for task in self.tasks],
             "edges": [[self.tasks[u].name, self.tasks[v].name] for u, v in self.edges],
             "buffers": [{"name": b.name, "kind": b.kind, "nbytes": b.nbytes} for b in self.buffers],
@@ -168,7 +181,7 @@ class TaskGraph:
         tasks = [_task_from_dict(entry, i) for i, entry in enumerate(_list(data, "tasks"))]
         edges = [_edge(entry) for entry in _list(data, "edges")]
         buffers = [_buffer_from_dict(entry) for entry in _list(data, "buffers", needed=False)]
-        return cls.from_edges(tasks, edges, buffers)
+        return cls.from_edges(tasks, edges, buffers, layout_of(data, GraphError))
 
     def save(self, path: str | Path) -> None:
         """Write the graph, with costs where they are known, as JSON."""
@@ -214,6 +227,15 @@ def check_format(data: Any, known: str, error: type[Exception]) -> None:
     """`error` if the object says that it is in another format, or a newer version of this one."""
     if isinstance(data, Mapping) and data.get("format", known) != known:
         raise error(f"the file has the format {data['format']!r}; this version reads {known!r}")
+
+
+def layout_of(data: Mapping[str, Any], error: type[Exception]) -> Layout:
+    """The layout that a JSON object names, or the default."""
+    layout: Layout = data.get("layout", "as captured")
+    if layout not in get_args(Layout):
+        allowed = ", ".join(map(repr, get_args(Layout)))
+        raise error(f"the field 'layout' is {layout!r}; it must be one of {allowed}")
+    return layout
 
 
 def check_cost(task: str, cost: Any, error: type[Exception]) -> None:

@@ -8,6 +8,8 @@ registration with it, and the structure must be hashable.
 
 from __future__ import annotations
 
+import collections
+import collections.abc
 import dataclasses
 import enum
 import functools
@@ -17,7 +19,7 @@ from typing import Any
 
 import torch
 
-from torch_nimble.errors import InputError
+from torch_nimble.errors import CaptureError, InputError
 
 _PLAIN = (
     type(None), bool, int, float, complex, str, bytes, enum.Enum, range, slice,
@@ -45,6 +47,8 @@ class Node:
     type: type
     keys: tuple[Any, ...]
     children: tuple[Structure, ...]
+    factory: Any = None
+    """Of a defaultdict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,7 @@ def flatten_inputs(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[to
     if not kwargs and all(type(value) is torch.Tensor for value in args):
         return list(args), _positional(len(args))
     tensors: list[torch.Tensor] = []
-    names = (*(f"argument {i}" for i in range(len(args))), *(f"argument {k!r}" for k in kwargs))
+    names = argument_names(Node(tuple, (len(args), *kwargs), ()))
     children = tuple(
         _flatten(value, tensors, name, _refuse)
         for name, value in zip(names, (*args, *kwargs.values()), strict=True)
@@ -98,15 +102,32 @@ def unflatten_output(structure: Structure, tensors: Sequence[Any]) -> Any:
     return _unflatten(structure, iter(tensors))
 
 
-def leaf_paths(structure: Structure, path: str = "") -> Iterator[str]:
-    """A readable place such as `[0]['mask']` for each tensor, in order."""
+def input_paths(structure: Node) -> list[str]:
+    """A readable place such as `argument 0['mask']` for each tensor of a call, in order."""
+    places: list[str] = []
+    for name, child in zip(argument_names(structure), structure.children, strict=True):
+        _collect_paths(child, name, places)
+    return places
+
+
+def argument_names(structure: Node) -> list[str]:
+    """`argument 0`, `argument 'mask'`, … for the arguments of a call."""
+    count, *names = structure.keys
+    return [f"argument {i}" for i in range(count)] + [f"argument {name!r}" for name in names]
+
+
+def child_labels(structure: Node) -> list[Any]:
+    """Keys, field names or positions of a container's children."""
+    named = len(structure.keys) == len(structure.children)
+    return list(structure.keys if named else range(len(structure.children)))
+
+
+def _collect_paths(structure: Structure, path: str, places: list[str]) -> None:
     if isinstance(structure, Leaf):
-        yield path
-    elif isinstance(structure, Node | Opaque):
-        labels = structure.keys if isinstance(structure, Node) else structure.names
-        for i, child in enumerate(structure.children):
-            label = repr(labels[i]) if len(labels) == len(structure.children) else i
-            yield from leaf_paths(child, f"{path}[{label}]")
+        places.append(path)
+    elif isinstance(structure, Node):
+        for label, child in zip(child_labels(structure), structure.children, strict=True):
+            _collect_paths(child, f"{path}[{label!r}]", places)
 
 
 Unknown = Callable[[Any, list[torch.Tensor], str], Structure]
@@ -123,8 +144,9 @@ def _flatten(value: Any, tensors: list[torch.Tensor], path: str, unknown: Unknow
         # Hugging Face's outputs are dicts and dataclasses at once; as dicts they omit what is None.
         items = tuple(value.items())
         children = tuple(_flatten(v, tensors, f"{path}[{k!r}]", unknown) for k, v in items)
-        return Node(kind, tuple(k for k, _ in items), children)
-    if isinstance(value, tuple | list):
+        factory = getattr(value, "default_factory", None)
+        return Node(kind, tuple(k for k, _ in items), children, factory)
+    if isinstance(value, tuple | list | collections.deque):
         names = getattr(value, "_fields", ())
         children = tuple(_flatten(v, tensors, f"{path}[{i}]", unknown) for i, v in enumerate(value))
         return Node(kind, tuple(names), children)
@@ -151,6 +173,11 @@ def _refuse(value: Any, tensors: list[torch.Tensor], path: str) -> Structure:
 def _take_apart(value: Any, tensors: list[torch.Tensor], path: str) -> Structure:
     before = len(tensors)
     attributes = getattr(value, "__dict__", None)
+    if isinstance(value, collections.abc.Collection) and not isinstance(value, torch.nn.Module | type):
+        raise CaptureError(
+            f"the model's {path} is a {type(value).__module__}.{type(value).__qualname__}, which may "
+            "hold tensors that a plan cannot put there; return tuples, lists, dicts or dataclasses"
+        )
     if not isinstance(attributes, dict) or isinstance(value, type | torch.nn.Module):
         return Static((type(value), f"{id(value):x}"), value)
     children = tuple(
@@ -168,14 +195,19 @@ def _unflatten(structure: Structure, supply: Iterator[Any]) -> Any:
         return structure.value
     children = [_unflatten(child, supply) for child in structure.children]
     kind = structure.type
+    made: Any
     if isinstance(structure, Opaque):
-        made: Any = object.__new__(kind)
+        made = object.__new__(kind)
         made.__dict__.update(zip(structure.names, children, strict=True))
         return made
     if issubclass(kind, dict):
-        items = zip(structure.keys, children, strict=True)
-        return kind(**dict(items)) if dataclasses.is_dataclass(kind) else kind(items)
-    if issubclass(kind, tuple | list):
+        items = dict(zip(structure.keys, children, strict=True))
+        if dataclasses.is_dataclass(kind):
+            return kind(**items)
+        made = kind(structure.factory) if issubclass(kind, collections.defaultdict) else kind()
+        made.update(items)
+        return made
+    if issubclass(kind, tuple | list | collections.deque):
         return kind(*children) if structure.keys else kind(children)
     made = object.__new__(kind)
     for name, child in zip(structure.keys, children, strict=True):

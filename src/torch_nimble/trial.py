@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from torch_nimble.capture import Adapter
+from torch_nimble.capture import Adapter, generators_kept
 from torch_nimble.execute.cpu import CpuExecutable
 from torch_nimble.lower import Lowered
 from torch_nimble.schedule import serial
@@ -39,7 +38,6 @@ class Trial:
             for tensor, slot in zip(tensors, program.inputs, strict=True)
         ]
         self._state = {name: constants[name] for name in program.state if name in constants}
-        self._targets = {program.sources[name].target: tensor for name, tensor in self._state.items()}
         copies = {name: tensor.clone() for name, tensor in self._state.items()}
         self.constants = {**constants, **copies}
         self._generator = torch.get_rng_state()
@@ -50,8 +48,8 @@ class Trial:
             tensor.clone() if written else tensor
             for tensor, written in zip(self._given, self._written, strict=True)
         ]
-        with random_state_kept():
-            results = self._adapter.eager(copies, self._targets)
+        with generators_kept():
+            results = self._adapter.eager(copies)
         return tuple(result.detach() for result in results)
 
     def restore(self) -> None:
@@ -94,16 +92,6 @@ def measure_tasks(trial: Trial, threads: int) -> TaskGraph:
             for task in lowered.graph.tasks
         ]
     )
-
-
-@contextlib.contextmanager
-def random_state_kept() -> Iterator[None]:
-    """Torch's generator afterwards as it was before."""
-    state = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
 
 
 def _in_layout(tensor: torch.Tensor, strides: tuple[int, ...], *, copy: bool) -> torch.Tensor:

@@ -33,7 +33,7 @@ class FoldedConstants:
         keys: dict[str, Any] = {}
         for name, source in program.sources.items():
             values[name] = source.tensor()
-            keys[name] = (id(source.table), source.key)
+            keys[name] = (id(source.table), source.key, _identity(values[name]))
         calls = {call.name: call for call in program.folding}
         for call in calls.values():
             args, kwargs = _key(call.args, keys), _key(tuple(call.kwargs.items()), keys)
@@ -55,6 +55,14 @@ class FoldedConstants:
             name: self._values[keys[name]] if name in calls else values[name]
             for name in program.constants
         }
+
+
+def _identity(tensor: torch.Tensor | None) -> Any:
+    """Changes whenever the tensor is replaced, written, or given other data."""
+    if tensor is None:
+        return None
+    version = None if tensor.is_inference() else tensor._version
+    return id(tensor), version, tensor.data_ptr(), tensor.dtype
 
 
 def _resolved(value: Any, values: Mapping[str, Any]) -> Any:
@@ -102,31 +110,48 @@ class ModuleWatch:
 class Watch:
     """The model's tensors that a plan depends on, as they were when it last took them in."""
 
-    def __init__(self, sources: Mapping[str, Source], state: frozenset[str]) -> None:
-        self._slots = [(source.table, source.key) for source in sources.values()]
-        self._tensors = [source.tensor() for source in sources.values()]
+    def __init__(
+        self, sources: Mapping[str, Source], state: frozenset[str], modules: Iterable[nn.Module]
+    ) -> None:
+        tensors = {name: source.tensor() for name, source in sources.items()}
+        # Tied weights stand in several tables; replacing any of them changes the model.
+        used = {id(tensor) for tensor in tensors.values()}
+        slots = {(id(source.table), source.key): source.table for source in sources.values()}
+        for module in modules:
+            for table in (module._parameters, module._buffers):
+                slots |= {(id(table), key): table for key, t in table.items() if id(t) in used}
+        self._slots = [(table, key) for (_, key), table in slots.items()]
+        self._tensors = self._now()
         # State is written by the plan itself, and read anew each time.
         self._counted = [
             tensor
-            for name, tensor in zip(sources, self._tensors, strict=True)
+            for name, tensor in tensors.items()
             if tensor is not None and name not in state and not tensor.is_inference()
         ]
         self._versions = [tensor._version for tensor in self._counted]
+        self._looks = [_look(tensor) for tensor in self._tensors]
+        self._dtypes = [tensor.dtype for tensor in self._counted]
+
+    def _now(self) -> list[Any]:
+        return [table.get(key) for table, key in self._slots]
 
     def unchanged(self) -> bool:
-        """Whether the model still holds the same tensors with the same versions."""
-        now = [table.get(key) for table, key in self._slots]
-        return all(map(operator.is_, now, self._tensors)) and self._versions == [
-            tensor._version for tensor in self._counted
-        ]
+        """Whether the model still holds the same tensors with the same versions and dtypes.
+
+        `Module.to` exchanges the data inside a parameter, which moves no counter.
+        """
+        return (
+            all(map(operator.is_, self._now(), self._tensors))
+            and self._versions == [tensor._version for tensor in self._counted]
+            and self._dtypes == [tensor.dtype for tensor in self._counted]
+        )
 
     def fits(self) -> bool:
         """Whether what the model holds now has the shapes, dtypes and devices the plan was made for."""
-        now = [table.get(key) for table, key in self._slots]
-        return all(
-            isinstance(new, torch.Tensor)
-            and old is not None
-            and (new.shape, new.dtype, new.device) == (old.shape, old.dtype, old.device)
-            and new.stride() == old.stride()
-            for new, old in zip(now, self._tensors, strict=True)
-        )
+        return self._looks == [_look(tensor) for tensor in self._now()]
+
+
+def _look(tensor: Any) -> Any:
+    if not isinstance(tensor, torch.Tensor):
+        return None
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device

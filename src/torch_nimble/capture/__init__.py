@@ -2,5 +2,15 @@
 
 from torch_nimble.capture.callee import Callee
 from torch_nimble.capture.inference import Adapter, AutocastState, Captured, Source, capture
+from torch_nimble.capture.isolation import examples, generators_kept
 
-__all__ = ["Adapter", "AutocastState", "Callee", "Captured", "Source", "capture"]
+__all__ = [
+    "Adapter",
+    "AutocastState",
+    "Callee",
+    "Captured",
+    "Source",
+    "capture",
+    "examples",
+    "generators_kept",
+]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -60,6 +61,17 @@ class Callee:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.target(*args, **kwargs)
 
+    def traceable(self) -> Callable[..., Any]:
+        """The same callable, such that torch.export notes its lines as those of the operators.
+
+        It keeps only stack frames of functions called `forward`, so a plain function is given that
+        name for the time.
+        """
+        target = self.target
+        if inspect.ismethod(target) and inspect.isfunction(target.__func__):
+            return types.MethodType(_named_forward(target.__func__), target.__self__)
+        return _named_forward(target) if inspect.isfunction(target) else target
+
     def check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """InputError if Python itself would refuse this number or these names of arguments."""
         code = self.target.forward if isinstance(self.target, nn.Module) else self.target
@@ -75,6 +87,18 @@ class Callee:
                 f"{self.name} is called with the wrong arguments: {reason} "
                 f"(given: {', '.join(given)}; it takes {self.name}{signature})"
             ) from None
+
+
+def _named_forward(function: types.FunctionType) -> types.FunctionType:
+    twin = types.FunctionType(
+        function.__code__.replace(co_name="forward"),
+        function.__globals__,
+        "forward",
+        function.__defaults__,
+        function.__closure__,
+    )
+    twin.__kwdefaults__ = function.__kwdefaults__
+    return twin
 
 
 def _modules_of(target: Any) -> dict[str, nn.Module]:

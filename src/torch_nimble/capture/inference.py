@@ -10,21 +10,20 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import random
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy
 import torch
 from torch import fx, nn
 from torch.export.graph_signature import InputKind, OutputKind
 
 from torch_nimble.capture.callee import Callee
 from torch_nimble.capture.failure import explain_failure, refuse_dynamic
+from torch_nimble.capture.isolation import refusing_frozen_state
 from torch_nimble.errors import CaptureError
 from torch_nimble.tree import Node, Structure, flatten_output, unflatten_inputs
 
@@ -86,7 +85,7 @@ def capture(adapter: Adapter, tensors: Sequence[torch.Tensor]) -> Captured:
     """The graph of one call. Leaves the model, the inputs and all random generators as they were."""
     callee = adapter.callee
     try:
-        with _EXPORT_LOCK, _undisturbed(callee), _quiet():
+        with _EXPORT_LOCK, refusing_frozen_state(callee), _quiet():
             program = torch.export.export(adapter, tuple(tensors), strict=False)
             program = program.run_decompositions({})
     except CaptureError:
@@ -105,6 +104,7 @@ class Adapter(nn.Module):
         for name, module in callee.modules.items():
             self.add_module(name.replace(".", "_"), module)
         self.callee = callee
+        self._call = callee.traceable()
         self._structure = structure
         self._autocast = autocast
         # torch.export puts the module's attributes back as they were, lists included; a plain
@@ -120,16 +120,14 @@ class Adapter(nn.Module):
         """Call the callee with these tensors in their places."""
         args, kwargs = unflatten_inputs(self._structure, tensors)
         with AutocastState.entered(self._autocast):
-            result = self.callee(*args, **kwargs)
+            result = self._call(*args, **kwargs)
         results, structure = flatten_output(result)
         self._seen.structures[:] = [structure]
         return tuple(results)
 
-    def eager(
-        self, tensors: Sequence[torch.Tensor], protected: Mapping[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
+    def eager(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """What the callee returns, with copies in place of the buffers that it may write."""
-        copies = {target: tensor.clone() for target, tensor in protected.items()}
+        copies = {name: buffer.clone() for name, buffer in self.named_buffers()}
         with torch.no_grad():
             result: tuple[torch.Tensor, ...] = torch.func.functional_call(self, copies, tuple(tensors))
         return result
@@ -201,32 +199,6 @@ def _source(adapter: Adapter, program: torch.export.ExportedProgram, target: str
         if key in table:
             return Source(table, key, target.removeprefix("model."), target)
     return Source({key: program.constants[target]}, key, target, target)
-
-
-@contextlib.contextmanager
-def _undisturbed(callee: Callee) -> Iterator[None]:
-    """Random generators as they were; a model that draws from Python's or numpy's is refused.
-
-    Such a draw happens once, while the graph is made, and would be replayed for ever.
-    """
-    torch_state = torch.get_rng_state()
-    python_state, numpy_state = random.getstate(), numpy.random.get_state()
-    try:
-        yield
-        for name, drew in (
-            ("random", random.getstate() != python_state),
-            ("numpy.random", str(numpy.random.get_state()) != str(numpy_state)),
-        ):
-            if drew:
-                raise CaptureError(
-                    f"{callee.name} ({callee.location}) draws from Python's module {name!r} in its "
-                    "forward; the draw would be frozen into the plan. Use torch's random functions, "
-                    "or eval() if it is only drawn in training"
-                )
-    finally:
-        torch.set_rng_state(torch_state)
-        random.setstate(python_state)
-        numpy.random.set_state(numpy_state)
 
 
 @contextlib.contextmanager

@@ -5,14 +5,16 @@ local names does not. A value that another stream needs travels through a slot o
 slot for each stream that takes it. Every stream drops its name for a value after its own last use,
 so memory is freed as soon as no later task of any stream needs it.
 
-    def stream_1(box):
-        wait_3()                                # until stream 0 has filled the slot
-        if halt: raise Halted
-        relu_2 = box[7]; box[7] = None
-        conv2d_4 = op_9(relu_2, conv2d_4_weight, conv2d_4_bias, [1, 1], [0, 0], [1, 1], 1)
+    def nimble__stream_1(nimble__box):
+        nimble__wait_3()                        # until stream 0 has filled the slot
+        if nimble__halt: raise nimble__Halted
+        relu_2 = nimble__box[7]; nimble__box[7] = None
+        conv2d_4 = nimble__op_9(relu_2, conv2d_4_weight, conv2d_4_bias, [1, 1], [0, 0], [1, 1], 1)
         del relu_2
-        box[11] = conv2d_4
-        tell_5()
+        nimble__box[11] = conv2d_4
+        nimble__tell_5()
+
+Values keep the names they have in the graph; the prefix keeps ours apart from them.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from torch_nimble.execute.bindings import binding
 from torch_nimble.lower.program import Call, Program, Ref
 from torch_nimble.plans import Launch, Plan
 
-BEGIN = "begin"
+BEGIN = "nimble__begin"
 """The function that takes the inputs and makes views of them, as if it were a stream."""
 
 
@@ -56,7 +58,7 @@ class _Slots:
 
 
 def compile_plan(program: Program, plan: Plan, *, timed: bool = False) -> Compiled:
-    """Functions for a verified plan. With `timed`, `spans[task] = (start, end)` is recorded too."""
+    """Functions for a verified plan. With `timed`, the start and end of each task are recorded too."""
     by_stream: dict[Any, list[Launch]] = {}
     for launch in plan.launches:
         by_stream.setdefault(launch.stream, []).append(launch)
@@ -99,7 +101,7 @@ def compile_plan(program: Program, plan: Plan, *, timed: bool = False) -> Compil
         begin=functions[BEGIN],
         streams=tuple(functions[stream] for stream in by_stream),
         namespace=namespace,
-        waits=tuple((f"wait_{k}", f"tell_{k}") for k in range(len(numbers))),
+        waits=tuple((f"nimble__wait_{k}", f"nimble__tell_{k}") for k in range(len(numbers))),
         input_slots=tuple(slots.of(slot.name, BEGIN) for slot in program.inputs),
         output_slots=tuple(
             slots.of(output.name, "caller") if output.name in output_names else -1
@@ -144,9 +146,9 @@ class _Writer:
         namespace: dict[str, Any],
     ) -> None:
         self.where = where
-        self.name = BEGIN if where == BEGIN else f"stream_{where}"
+        self.name = BEGIN if where == BEGIN else f"nimble__stream_{where}"
         self.home, self.takers, self.slots, self.namespace = home, takers, slots, namespace
-        self.lines = [f"def {self.name}(box):"]
+        self.lines = [f"def {self.name}(nimble__box):"]
         self.task_of_line: dict[int, str] = {}
         self.uses_left: dict[str, int] = {}
         for call in calls:
@@ -162,7 +164,7 @@ class _Writer:
         if self.where == BEGIN:
             for slot in program.inputs:
                 number = self.slots.of(slot.name, BEGIN)
-                self.line(f"{slot.name} = box[{number}]; box[{number}] = None")
+                self.line(f"{slot.name} = nimble__box[{number}]; nimble__box[{number}] = None")
                 self._made(slot.name)
 
     def launch(
@@ -175,23 +177,23 @@ class _Writer:
     ) -> None:
         first = len(self.lines) + 1
         for number in awaited:
-            self.line(f"wait_{number}()")
-        self.line("if halt: raise Halted")
+            self.line(f"nimble__wait_{number}()")
+        self.line("if nimble__halt: raise nimble__Halted")
         if timed:
-            self.line("start = now()")
+            self.line("nimble__start = nimble__now()")
         for call in calls:
             self.call(call)
         if timed:
-            self.line(f"spans[{task!r}] = (start, now())")
+            self.line(f"nimble__spans[{task!r}] = (nimble__start, nimble__now())")
         for number in told:
-            self.line(f"tell_{number}()")
+            self.line(f"nimble__tell_{number}()")
         self.task_of_line.update(dict.fromkeys(range(first, len(self.lines) + 1), task))
 
     def call(self, call: Call) -> None:
         for name in dict.fromkeys(call.refs()):
             if name in self.home and self.home[name] != self.where and name not in self.held:
                 number = self.slots.of(name, self.where)
-                self.line(f"{name} = box[{number}]; box[{number}] = None")
+                self.line(f"{name} = nimble__box[{number}]; nimble__box[{number}] = None")
                 self.held.add(name)
         arguments = [self._source(value) for value in call.args]
         arguments += [f"{key}={self._source(value)}" for key, value in call.kwargs.items()]
@@ -209,7 +211,7 @@ class _Writer:
         """Hand a new value to the streams that take it, and forget it if nobody here needs it."""
         self.held.add(name)
         for taker in self.takers.get(name, ()):
-            self.line(f"box[{self.slots.of(name, taker)}] = {name}")
+            self.line(f"nimble__box[{self.slots.of(name, taker)}] = {name}")
         self._drop([name])
 
     def _drop(self, names: Iterable[str]) -> None:
@@ -230,6 +232,6 @@ class _Writer:
         return self._named(value, "const")
 
     def _named(self, value: Any, kind: str) -> str:
-        name = f"{kind}_{id(value):x}"
+        name = f"nimble__{kind}_{id(value):x}"
         self.namespace[name] = value
         return name

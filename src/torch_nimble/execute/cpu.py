@@ -42,7 +42,12 @@ class CpuExecutable:
         self.lowered = lowered
         self.spans: dict[str, tuple[float, float]] = {}
         self._code = compile_plan(lowered.program, plan, timed=timed)
-        self._code.namespace.update(halt=(), Halted=Halted, spans=self.spans, now=time.perf_counter)
+        self._code.namespace.update(
+            nimble__halt=(),
+            nimble__Halted=Halted,
+            nimble__spans=self.spans,
+            nimble__now=time.perf_counter,
+        )
         self._team = _Team(self._code, intra_threads) if len(self._code.streams) > 1 else None
 
     def bind(self, constants: Mapping[str, Tensor]) -> None:
@@ -118,7 +123,7 @@ class _Team:
         self._go = [_taken() for _ in code.streams]
         self._done = [_taken() for _ in code.streams]
         self._busy = [False] * len(code.streams)
-        code.namespace["halt"] = self._halt
+        code.namespace["nimble__halt"] = self._halt
         for (wait, tell), lock in zip(code.waits, self._waits, strict=True):
             code.namespace.update({wait: lock.acquire, tell: lock.release})
         with default_intra_threads_kept():
@@ -127,7 +132,7 @@ class _Team:
                     target=_serve,
                     args=(weakref.ref(self), number, stream, self._go[number], self._done[number]),
                     kwargs={"intra_threads": intra_threads},
-                    name=f"torch-nimble {stream.__name__}",
+                    name=f"torch-nimble stream {number}",
                     daemon=True,
                 ).start()
             for done in self._done:
@@ -226,6 +231,13 @@ def _end(go: list[threading.Lock]) -> None:
     for lock in go:
         with contextlib.suppress(RuntimeError):  # released already, and not taken yet
             lock.release()
+
+
+def autocast_off() -> contextlib.AbstractContextManager[Any]:
+    """A context without autocast: its casts are part of the captured graph already."""
+    if torch.is_autocast_enabled("cpu"):
+        return torch.autocast("cpu", enabled=False)
+    return contextlib.nullcontext()
 
 
 @contextlib.contextmanager

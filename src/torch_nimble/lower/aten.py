@@ -23,9 +23,8 @@ from torch_nimble.capture import Captured
 from torch_nimble.capture.failure import origin
 from torch_nimble.lower.passes import run_passes
 from torch_nimble.lower.program import Call, InputSlot, Output, Program, Ref
-from torch_nimble.plans import Layout
 from torch_nimble.regions import Region
-from torch_nimble.taskgraph import Buffer, BufferKind, Task, TaskGraph
+from torch_nimble.taskgraph import Buffer, BufferKind, Layout, Task, TaskGraph
 
 _aten = torch.ops.aten
 GENERATOR = "generator"
@@ -40,7 +39,6 @@ class Lowered:
 
     graph: TaskGraph
     program: Program
-    layout: Layout
     passes: Mapping[str, int]
 
 
@@ -80,7 +78,7 @@ class _Lowering:
                 self._operator(node, kept)
         outputs = self._outputs()
         return Lowered(
-            TaskGraph.from_conflicts(self.tasks, self.buffers.values()),
+            TaskGraph.from_conflicts(self.tasks, self.buffers.values(), layout),
             Program(
                 inputs=tuple(self._input_slot(name) for name in self.captured.inputs),
                 sources=self.captured.constants,
@@ -92,7 +90,6 @@ class _Lowering:
                 outputs=outputs,
                 output_structure=self.captured.output_structure,
             ),
-            layout,
             passes,
         )
 

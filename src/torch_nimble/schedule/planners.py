@@ -114,4 +114,4 @@ def _plan(
         )
         for i in order
     )
-    return Plan(launches, planner, (analysis or analyse(graph)).facts)
+    return Plan(launches, planner, (analysis or analyse(graph)).facts, graph.layout)

@@ -13,7 +13,7 @@ from torch import fx
 from torch_nimble.lower.passes.fold import fold_batch_norm
 from torch_nimble.lower.passes.guard import drop_checks, protect_results
 from torch_nimble.lower.passes.layout import use_channels_last
-from torch_nimble.plans import Layout
+from torch_nimble.taskgraph import Layout
 
 Pass = Callable[[fx.Graph, frozenset[str]], int]
 

@@ -15,22 +15,24 @@ from torch import fx
 _aten = torch.ops.aten
 _BATCH_NORM = _aten._native_batch_norm_legit_no_training.default
 
-# Position of `groups` among the arguments; the weights of a transposed convolution have the input
-# channels first, and the output channels of each group second.
-_CONVOLUTIONS = {
-    _aten.conv1d.default: 6,
-    _aten.conv1d.padding: 6,
-    _aten.conv2d.default: 6,
-    _aten.conv2d.padding: 6,
-    _aten.conv3d.default: 6,
-    _aten.conv3d.padding: 6,
-}
-_TRANSPOSED = {
-    _aten.conv_transpose1d.default: 6,
-    _aten.conv_transpose2d.input: 6,
-    _aten.conv_transpose3d.input: 6,
-}
-_LINEAR = _aten.linear.default
+_CONVOLUTIONS = (
+    _aten.conv1d.default,
+    _aten.conv1d.padding,
+    _aten.conv2d.default,
+    _aten.conv2d.padding,
+    _aten.conv3d.default,
+    _aten.conv3d.padding,
+)
+# The weights of a transposed convolution have the input channels first, and the output channels of
+# each group second.
+_TRANSPOSED = (
+    _aten.conv_transpose1d.default,
+    _aten.conv_transpose2d.input,
+    _aten.conv_transpose3d.input,
+)
+_GROUPS = 6
+"""The position of `groups` among the arguments of a transposed convolution."""
+_LAYERS = frozenset([*_CONVOLUTIONS, *_TRANSPOSED, _aten.linear.default])
 
 
 def fold_batch_norm(graph: fx.Graph, constants: frozenset[str]) -> int:
@@ -47,21 +49,18 @@ def _foldable(norm: fx.Node, constants: frozenset[str]) -> bool:
     layer, *statistics = norm.args[:5]
     if not isinstance(layer, fx.Node) or layer.op != "call_function" or len(layer.users) != 1:
         return False
-    if layer.target is _LINEAR:
-        value = layer.meta["val"]
-        if value.dim() != 2:  # batch norm takes dimension 1 as channels, linear the last one
-            return False
-    elif layer.target not in _CONVOLUTIONS and layer.target not in _TRANSPOSED:
+    if layer.target not in _LAYERS:
         return False
-    else:
-        weight = layer.args[1]
-        assert isinstance(weight, fx.Node)
-        if layer.meta["val"].dim() != weight.meta["val"].dim():  # no batch dimension
-            return False
     needed = [layer.args[1], *layer.args[2:3], *statistics]
     if any(isinstance(node, fx.Node) and node.name not in constants for node in needed):
         return False
-    return all(user.target is operator.getitem and user.args[1] == 0 for user in norm.users)
+    if not all(user.target is operator.getitem and user.args[1] == 0 for user in norm.users):
+        return False
+    # Batch norm takes dimension 1 as channels: a linear layer must have its features there, and a
+    # convolution must have a batch dimension.
+    weight = layer.args[1]
+    assert isinstance(weight, fx.Node)
+    return bool(layer.meta["val"].dim() == weight.meta["val"].dim())
 
 
 def _fold(graph: fx.Graph, norm: fx.Node) -> None:
@@ -71,8 +70,7 @@ def _fold(graph: fx.Graph, norm: fx.Node) -> None:
     bias = layer.args[2] if len(layer.args) > 2 else None
     groups = None
     if layer.target in _TRANSPOSED:
-        position = _TRANSPOSED[layer.target]
-        groups = layer.args[position] if len(layer.args) > position else 1
+        groups = layer.args[_GROUPS] if len(layer.args) > _GROUPS else 1
     with graph.inserting_before(layer):
         new_weight = graph.call_function(
             folded_weight, (weight, gamma, variance, epsilon, groups), name=f"{layer.name}_weight"

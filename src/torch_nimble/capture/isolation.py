@@ -1,0 +1,109 @@
+"""What running a model may touch beside its tensors, kept as it was or refused.
+
+Tracing runs the model's Python code once. Draws from Python's and numpy's generators, and numbers
+that the code counts up on its modules, would happen at that moment and be frozen for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy
+import torch
+from torch import nn
+
+from torch_nimble.capture.callee import Callee
+from torch_nimble.errors import CaptureError
+
+_COUNTED = (bool, int, float, str)
+
+
+@contextlib.contextmanager
+def generators_kept() -> Iterator[None]:
+    """The random generators of torch, Python and numpy afterwards as they were before."""
+    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        numpy.random.set_state(states[2])
+
+
+@contextlib.contextmanager
+def refusing_frozen_state(callee: Callee) -> Iterator[None]:
+    """CaptureError if the code inside draws from Python's generators or changes plain attributes.
+
+    All that it changed is put back either way.
+    """
+    modules = list(dict.fromkeys(m for root in callee.modules.values() for m in root.modules()))
+    before = [dict(vars(module)) for module in modules]
+    with generators_kept():
+        python, array = random.getstate(), str(numpy.random.get_state())
+        try:
+            yield
+            drawn = {
+                "random": random.getstate() != python,
+                "numpy.random": str(numpy.random.get_state()) != array,
+            }
+            changed = list(_changed_values(modules, before))
+        finally:
+            for module, attributes in zip(modules, before, strict=True):
+                vars(module).clear()
+                vars(module).update(attributes)
+    for name, happened in drawn.items():
+        if happened:
+            raise CaptureError(
+                f"{callee.name} ({callee.location}) draws from Python's module {name!r} in its "
+                "forward; the draw would be frozen into the plan. Use torch's random functions, or "
+                "eval() if it is only drawn in training"
+            )
+    if changed:
+        raise CaptureError(
+            f"{callee.name} ({callee.location}) changes the attribute {changed[0]} in its forward; a "
+            "plan cannot update Python values. Keep it in a buffer and update that in place, or "
+            "change it outside of forward"
+        )
+
+
+def _changed_values(modules: Sequence[nn.Module], before: Sequence[dict[str, object]]) -> Iterator[str]:
+    for module, attributes in zip(modules, before, strict=True):
+        for name, old in attributes.items():
+            new = vars(module).get(name)
+            if isinstance(old, _COUNTED) and isinstance(new, _COUNTED) and new != old:
+                yield f"{type(module).__name__}.{name} from {old!r} to {new!r}"
+
+
+def examples(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Example inputs as a graph may be made for: each dense where it lies, none sharing memory.
+
+    torch.export merges inputs that are the same tensor, and a layout in which elements share an
+    address cannot be written to; a later call need not repeat either.
+    """
+    seen: set[int] = set()
+    made = []
+    for tensor in tensors:
+        memory = tensor.untyped_storage().data_ptr()
+        if _may_overlap_itself(tensor):
+            made.append(tensor.detach().contiguous())
+        elif memory in seen and tensor.numel() > 0:
+            copy = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+            )
+            made.append(copy.copy_(tensor.detach()))
+        else:
+            made.append(tensor)
+        seen.add(memory)
+    return made
+
+
+def _may_overlap_itself(tensor: torch.Tensor) -> bool:
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False
