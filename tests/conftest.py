@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 
 @pytest.fixture(autouse=True)
-def _seeded(request: pytest.FixtureRequest) -> Iterator[None]:
+def _seeded(request: pytest.FixtureRequest) -> None:
     """The same random numbers in every run; tests/pure never loads torch."""
     if "pure" not in request.node.path.parts:
         import torch
 
         torch.manual_seed(20201206)
-    yield

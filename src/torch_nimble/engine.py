@@ -278,6 +278,8 @@ class Engine:
         try:
             with generators_kept():
                 adapter.eager([tensor.clone() for tensor in tensors])
+        except CaptureError:
+            raise error from None
         except Exception as reason:
             raise refused_by_model(self._callee.name, tensors, reason) from reason
         raise error

@@ -129,7 +129,7 @@ class Watch:
             if tensor is not None and name not in state and not tensor.is_inference()
         ]
         self._versions = [tensor._version for tensor in self._counted]
-        self._looks = [_look(tensor) for tensor in self._tensors]
+        self._looks = _looks(self._tensors)
         self._dtypes = [tensor.dtype for tensor in self._counted]
 
     def _now(self) -> list[Any]:
@@ -148,10 +148,15 @@ class Watch:
 
     def fits(self) -> bool:
         """Whether what the model holds now has the shapes, dtypes and devices the plan was made for."""
-        return self._looks == [_look(tensor) for tensor in self._now()]
+        return self._looks == _looks(self._now())
 
 
-def _look(tensor: Any) -> Any:
-    if not isinstance(tensor, torch.Tensor):
-        return None
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+def _looks(tensors: list[Any]) -> list[Any]:
+    """What a plan takes for granted about its tensors, and which of them are the same one."""
+    first: dict[int, int] = {}
+    return [
+        (t.shape, t.stride(), t.dtype, t.device, first.setdefault(id(t), i))
+        if isinstance(t, torch.Tensor)
+        else None
+        for i, t in enumerate(tensors)
+    ]

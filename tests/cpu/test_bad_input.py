@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import torch_nimble as nimble
 from cpu.helpers import assert_close, assert_equal, branches, eager, image, snapshot
+from torch_nimble.api import taskgraph
 
 
 class Two(nn.Module):
@@ -79,7 +80,7 @@ def test_numpy_array(refused: Any) -> None:
 @pytest.mark.parametrize("value", [2.5, "text"])
 def test_number_or_text_where_a_tensor_was(refused: Any, value: Any) -> None:
     kind = type(value).__name__
-    match = rf"input \[1\] is {value!r} \({kind}\), but was a tensor.*torch\.tensor\(value\)"
+    match = rf"argument 1 is {value!r} \({kind}\), but was a tensor.*torch\.tensor\(value\)"
     refused(nimble.InputError, match, X, value)
 
 
@@ -101,12 +102,17 @@ def test_sparse_input(refused: Any) -> None:
 
 def test_wrong_number_of_features(refused: Any) -> None:
     refused(
-        nimble.InputError, "Two itself refuses inputs of 2x5 float32.*shapes", torch.ones(2, 5), SCALE
+        nimble.InputError,
+        r"Two itself refuses inputs of \(2, 5\) torch.float32.*shapes",
+        torch.ones(2, 5),
+        SCALE,
     )
 
 
 def test_wrong_dtype(refused: Any) -> None:
-    refused(nimble.InputError, "itself refuses inputs of 2x4 float64.*dtype", X.double(), SCALE)
+    refused(
+        nimble.InputError, r"itself refuses inputs of \(2, 4\) torch.float64.*dtype", X.double(), SCALE
+    )
 
 
 def test_wrong_device(refused: Any) -> None:
@@ -173,8 +179,7 @@ def test_tensor_instead_of_a_tuple_of_arguments() -> None:
 @pytest.fixture(scope="module")
 def network() -> tuple[Any, Tensor, nimble.TaskGraph]:
     model, x = branches(2), image()
-    with nimble.compile(model, (x,)) as probe:
-        return model, x, probe.taskgraph
+    return model, x, taskgraph(model, (x,))
 
 
 def without(plan: nimble.Plan, victim: nimble.Launch, *instead: nimble.Launch) -> nimble.Plan:

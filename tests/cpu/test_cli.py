@@ -189,7 +189,8 @@ def test_demo_exits_non_zero_when_results_disagree(monkeypatch: pytest.MonkeyPat
         return demo.DemoAccount("net", explained, error, 1e-3, 0.4, timing, timing)
 
     for error, code in ((1e-6, 0), (0.5, 1), (float("nan"), 1)):
-        monkeypatch.setattr(demo, "run_demo", lambda *_, found=account(error): found)
+        found = account(error)
+        monkeypatch.setattr(demo, "run_demo", lambda *_, found=found: found)
         done = typer.testing.CliRunner().invoke(cli.app, ["demo", "--json"])
         assert done.exit_code == code
         assert json.loads(done.stdout)["agrees"] is (code == 0)

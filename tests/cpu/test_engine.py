@@ -459,7 +459,7 @@ def test_own_planner_is_verified_run_and_named(model: nn.Module) -> None:
         assert_close(fast(x), eager(model, x))
         assert fast.plan.streams == 3
         assert [launch.stream for launch in fast.plan.launches][:4] == [0, 1, 2, 0]
-        assert fast.explain().to_dict()["signatures"][0]["chosen"] == "round_robin"
+        assert fast.explain().to_dict()["signatures"][0]["chosen"].startswith("round robin")
         assert seen[-1].has_costs
 
 
@@ -535,7 +535,10 @@ def test_preparation_follows_the_callers_thread_count_and_keeps_it() -> None:
         with nimble.compile(branches(2), (image(),)) as fast:
             assert torch.get_num_threads() == 1
             names = {c["name"] for c in fast.explain().to_dict()["signatures"][0]["candidates"]}
-            assert names == {"serial", "max-concurrency"}
+            assert {name.removesuffix(", channels-last") for name in names} == {
+                "serial",
+                "max-concurrency",
+            }
     finally:
         torch.set_num_threads(count)
 

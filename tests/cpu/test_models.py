@@ -194,8 +194,24 @@ RANDOM = {
     "attention with dropout": lambda x: F.scaled_dot_product_attention(
         x[None], x[None], x[None], dropout_p=0.5
     ),
-    "a draw that is not used": lambda x: (torch.rand(5), x * torch.rand(4, 8))[1],
 }
+
+
+def test_a_draw_that_is_not_used_makes_the_model_run_eagerly_and_visibly() -> None:
+    """torch.export drops such a draw, and the numbers drawn after it would not be eager's."""
+
+    def draws_twice(x: Tensor) -> Tensor:
+        torch.rand(5)
+        return x * torch.rand(4, 8)
+
+    x = torch.randn(4, 8)
+    fast = nimble.compile(draws_twice)
+    torch.manual_seed(3)
+    with pytest.warns(nimble.NimbleWarning, match="no plan agrees with eager"):
+        result = fast(x)
+    torch.manual_seed(3)
+    assert torch.equal(result, draws_twice(x))
+    assert fast.explain().fallbacks[0].calls == 1
 
 
 @pytest.mark.parametrize("name", RANDOM)
@@ -823,7 +839,25 @@ def test_island_without_autocast_inside_autocast() -> None:
         assert fast.explain().to_dict()["fallbacks"] == []
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+def test_gradients_switched_on_inside_the_model_are_run_or_refused() -> None:
+    """torch.export itself fails on some such models; then the refusal must name the model."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return self.a(x) * 2
+
+    model = Model(forward, a=nn.Linear(4, 4))
+    x = torch.randn(3, 4)
+    try:
+        result = nimble.compile(model, (x,))(x)
+    except nimble.CaptureError as refusal:
+        assert "cannot capture Model" in str(refusal)  # noqa: PT017
+    else:
+        assert_close(result, model(x).detach())
+        assert not result.requires_grad
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad])
 def test_gradients_switched_inside_the_model(mode: Any) -> None:
     def forward(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         y = self.a(x)

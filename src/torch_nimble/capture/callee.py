@@ -27,6 +27,7 @@ class Callee:
                 f"compile() takes a torch.nn.Module, a function or a bound method, not {target!r}"
             )
         self.target: Callable[..., Any] = target
+        self.traced: Callable[..., Any] = _traceable(target)
         self.modules = _modules_of(target)
         self.name: str = (
             type(target).__name__
@@ -61,17 +62,6 @@ class Callee:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.target(*args, **kwargs)
 
-    def traceable(self) -> Callable[..., Any]:
-        """The same callable, such that torch.export notes its lines as those of the operators.
-
-        It keeps only stack frames of functions called `forward`, so a plain function is given that
-        name for the time.
-        """
-        target = self.target
-        if inspect.ismethod(target) and inspect.isfunction(target.__func__):
-            return types.MethodType(_named_forward(target.__func__), target.__self__)
-        return _named_forward(target) if inspect.isfunction(target) else target
-
     def check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """InputError if Python itself would refuse this number or these names of arguments."""
         code = self.target.forward if isinstance(self.target, nn.Module) else self.target
@@ -87,6 +77,17 @@ class Callee:
                 f"{self.name} is called with the wrong arguments: {reason} "
                 f"(given: {', '.join(given)}; it takes {self.name}{signature})"
             ) from None
+
+
+def _traceable(target: Any) -> Callable[..., Any]:
+    """The same callable, such that torch.export notes its lines as those of the operators.
+
+    It keeps only stack frames of functions called `forward`, so a plain function is given that name.
+    """
+    if inspect.ismethod(target) and inspect.isfunction(target.__func__):
+        return types.MethodType(_named_forward(target.__func__), target.__self__)
+    called: Callable[..., Any] = _named_forward(target) if inspect.isfunction(target) else target
+    return called
 
 
 def _named_forward(function: types.FunctionType) -> types.FunctionType:

@@ -23,7 +23,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from torch_nimble.capture.callee import Callee
 from torch_nimble.capture.failure import explain_failure, refuse_dynamic
-from torch_nimble.capture.isolation import refusing_frozen_state
+from torch_nimble.capture.isolation import assignments_followed, refusing_frozen_draws
 from torch_nimble.errors import CaptureError
 from torch_nimble.tree import Node, Structure, flatten_output, unflatten_inputs
 
@@ -85,7 +85,7 @@ def capture(adapter: Adapter, tensors: Sequence[torch.Tensor]) -> Captured:
     """The graph of one call. Leaves the model, the inputs and all random generators as they were."""
     callee = adapter.callee
     try:
-        with _EXPORT_LOCK, refusing_frozen_state(callee), _quiet():
+        with _EXPORT_LOCK, refusing_frozen_draws(callee), _quiet():
             program = torch.export.export(adapter, tuple(tensors), strict=False)
             program = program.run_decompositions({})
     except CaptureError:
@@ -104,7 +104,6 @@ class Adapter(nn.Module):
         for name, module in callee.modules.items():
             self.add_module(name.replace(".", "_"), module)
         self.callee = callee
-        self._call = callee.traceable()
         self._structure = structure
         self._autocast = autocast
         # torch.export puts the module's attributes back as they were, lists included; a plain
@@ -119,8 +118,8 @@ class Adapter(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Call the callee with these tensors in their places."""
         args, kwargs = unflatten_inputs(self._structure, tensors)
-        with AutocastState.entered(self._autocast):
-            result = self._call(*args, **kwargs)
+        with AutocastState.entered(self._autocast), assignments_followed(self.callee):
+            result = self.callee.traced(*args, **kwargs)
         results, structure = flatten_output(result)
         self._seen.structures[:] = [structure]
         return tuple(results)

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy
 import torch
-from torch import nn
 
 from torch_nimble.capture.callee import Callee
 from torch_nimble.errors import CaptureError
@@ -33,47 +32,59 @@ def generators_kept() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def refusing_frozen_state(callee: Callee) -> Iterator[None]:
-    """CaptureError if the code inside draws from Python's generators or changes plain attributes.
-
-    All that it changed is put back either way.
-    """
-    modules = list(dict.fromkeys(m for root in callee.modules.values() for m in root.modules()))
-    before = [dict(vars(module)) for module in modules]
+def refusing_frozen_draws(callee: Callee) -> Iterator[None]:
+    """CaptureError if the code inside draws from Python's or numpy's generator."""
     with generators_kept():
         python, array = random.getstate(), str(numpy.random.get_state())
-        try:
-            yield
-            drawn = {
-                "random": random.getstate() != python,
-                "numpy.random": str(numpy.random.get_state()) != array,
-            }
-            changed = list(_changed_values(modules, before))
-        finally:
-            for module, attributes in zip(modules, before, strict=True):
-                vars(module).clear()
-                vars(module).update(attributes)
-    for name, happened in drawn.items():
-        if happened:
+        yield
+        for name, drawn in (
+            ("random", random.getstate() != python),
+            ("numpy.random", str(numpy.random.get_state()) != array),
+        ):
+            if drawn:
+                raise CaptureError(
+                    f"{callee.name} ({callee.location}) draws from Python's module {name!r} in its "
+                    "forward; the draw would be frozen into the plan. Use torch's random functions, "
+                    "or eval() if it is only drawn in training"
+                )
+
+
+@contextlib.contextmanager
+def assignments_followed(callee: Callee) -> Iterator[None]:
+    """What the code inside assigns to attributes of modules becomes visible to a graph, or is refused.
+
+    A buffer that is assigned anew (`self.total = self.total + x`) is written in place instead, which
+    a graph can record. A number that is counted up on the Python side cannot be: CaptureError.
+    """
+    modules = list(dict.fromkeys(m for root in callee.modules.values() for m in root.modules()))
+    buffers = [(m._buffers, name, b) for m in modules for name, b in m._buffers.items()]
+    values = [
+        (module, name, value)
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, _COUNTED)
+    ]
+    yield
+    for module, name, old in values:
+        new = vars(module).get(name)
+        if isinstance(new, _COUNTED) and new != old:
+            vars(module)[name] = old
             raise CaptureError(
-                f"{callee.name} ({callee.location}) draws from Python's module {name!r} in its "
-                "forward; the draw would be frozen into the plan. Use torch's random functions, or "
-                "eval() if it is only drawn in training"
+                f"{callee.name} ({callee.location}) changes the attribute {name!r} of a "
+                f"{type(module).__name__} from {old!r} to {new!r} in its forward; a plan cannot update "
+                "Python values. Keep it in a buffer, or change it outside of forward"
             )
-    if changed:
-        raise CaptureError(
-            f"{callee.name} ({callee.location}) changes the attribute {changed[0]} in its forward; a "
-            "plan cannot update Python values. Keep it in a buffer and update that in place, or "
-            "change it outside of forward"
-        )
-
-
-def _changed_values(modules: Sequence[nn.Module], before: Sequence[dict[str, object]]) -> Iterator[str]:
-    for module, attributes in zip(modules, before, strict=True):
-        for name, old in attributes.items():
-            new = vars(module).get(name)
-            if isinstance(old, _COUNTED) and isinstance(new, _COUNTED) and new != old:
-                yield f"{type(module).__name__}.{name} from {old!r} to {new!r}"
+    for table, name, buffer in buffers:
+        assigned = table.get(name)
+        if assigned is buffer or buffer is None:
+            continue
+        if assigned is None or (assigned.shape, assigned.dtype) != (buffer.shape, buffer.dtype):
+            raise CaptureError(
+                f"{callee.name} ({callee.location}) assigns another kind of tensor to the buffer "
+                f"{name!r} in its forward; keep the buffer's shape and dtype"
+            )
+        buffer.copy_(assigned)
+        table[name] = buffer
 
 
 def examples(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
