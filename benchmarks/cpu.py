@@ -3,7 +3,8 @@
     python benchmarks/cpu.py                       measure, print a table, write a record
     python benchmarks/cpu.py --render RECORD       write the record's table into README and docs
 
-Systems run in one process in interleaved rounds on the same weights and inputs, whole calls. Every
+Systems run in one process in interleaved rounds on the same weights and inputs, whole calls, each timed
+call after an untimed one of the same system (threads of the system before it spin on for a while). Every
 system is compared with eager in float64 before and after timing, on inputs it was not prepared with.
 Eager gets the thread count with which it is fastest.
 """
@@ -17,6 +18,7 @@ import platform
 import subprocess
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -159,9 +161,13 @@ def onnx_runtime(model: torch.nn.Module, example: torch.Tensor, cores: int) -> C
         return None
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
-        torch.onnx.export(model, (example,), str(path), dynamo=True, verbose=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.onnx.export(model, (example,), str(path), dynamo=True, verbose=False)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = cores
+        # Its threads would otherwise spin on after a run, at the cost of whatever is measured next.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         session = onnxruntime.InferenceSession(str(path), options, ["CPUExecutionProvider"])
     (argument,) = session.get_inputs()
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-ROUNDS_AT_LEAST = 5
+ROUNDS_AT_LEAST = 3
 ROUNDS_AT_MOST = 21
 _FAIR_ROUNDS = 2
 TIE = 1.02
@@ -44,12 +44,14 @@ def race(
 ) -> dict[str, Timing]:
     """Time the runs in interleaved rounds (A B C, A B C, …), so that drift meets all alike.
 
-    What `before` has for a run is called before it and not timed. Each run is made once beforehand,
-    which also tells how many rounds fit the budget. A run whose best round is `hopeless` times slower
-    than another's after a few rounds takes part no longer.
+    Each timed run follows an untimed one of the same kind: cold caches, and threads of the run before
+    it that spin on for some milliseconds, would be another's doing. What `before` has for a run is
+    called before it and not timed. Each run is made once beforehand, which also tells how many rounds
+    fit the budget. A run whose best round is `hopeless` times slower than another's after a few rounds
+    takes part no longer.
     """
     before = before or {}
-    warm_s = sum(_timed(run, before.get(name)) for name, run in runs.items())
+    warm_s = 2 * sum(_timed(run, before.get(name)) for name, run in runs.items())
     if rounds is None:
         fitting = int(budget_s / max(warm_s, 1e-6))
         rounds = max(ROUNDS_AT_LEAST, min(ROUNDS_AT_MOST, fitting))
@@ -58,6 +60,7 @@ def race(
         best = min((min(seconds) for seconds in taken.values() if seconds), default=math.inf)
         for name, run in runs.items():
             if done < _FAIR_ROUNDS or min(taken[name]) <= best * hopeless:
+                _timed(run, before.get(name))
                 taken[name].append(_timed(run, before.get(name)))
     return {name: Timing(tuple(seconds)) for name, seconds in taken.items()}
 
