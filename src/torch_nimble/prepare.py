@@ -21,7 +21,7 @@ import torch
 from torch_nimble.capture import Adapter, Captured, capture, examples, generators_kept
 from torch_nimble.errors import InputError, NimbleError, PlanError
 from torch_nimble.execute.check import agrees, worst_error
-from torch_nimble.execute.cpu import CpuExecutable, autocast_off, default_intra_threads_kept
+from torch_nimble.execute.cpu import CpuExecutable, autocast_off
 from torch_nimble.execute.measure import Timing, fastest, race
 from torch_nimble.explain import Candidate
 from torch_nimble.lower import Lowered, lower
@@ -95,13 +95,13 @@ def _prepare(
     with stages("lower"):
         variants = _variants(captured, options)
     with stages("fold constants"):
-        trials = [Trial(adapter, v, tensors, folded.evaluate(v.program)) for v in variants]
+        trials = [Trial(adapter, variant, tensors, folded) for variant in variants]
     with stages("run eager"):
         try:
             reference = trials[0].eager()
         except (RuntimeError, TypeError, ValueError) as reason:
             raise refused_by_model(adapter.callee.name, tensors, reason) from reason
-    with generators_kept(), default_intra_threads_kept():
+    with generators_kept():
         with stages("plan and measure tasks"):
             entrants = [e for trial in trials for e in _entrants(trial, options)]
         with stages("check against eager"):
@@ -124,7 +124,7 @@ def _prepare(
         if entrant.name != chosen:
             entrant.executable.close()
     winner = next(e for e in right if e.name == chosen)
-    winner.executable.bind(winner.trial.own_constants)
+    winner.executable.bind(winner.trial.constants)
     log.info("%s: chose %r of %d candidates", adapter.callee.name, chosen, len(entrants))
     return Choice(
         lowered=winner.executable.lowered,
@@ -157,7 +157,7 @@ class _Entrant:
         self.name = plan.planner + suffix
         self.trial = trial
         self.executable = CpuExecutable(lowered, plan, intra_threads=threads)
-        self.executable.bind(trial.constants)
+        self.executable.bind(trial.copied_constants)
         self.right = False
         self.note = "not checked"
         self.error: float | None = None

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import statistics
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from torch_nimble.capture import Adapter, generators_kept
 from torch_nimble.execute.cpu import CpuExecutable
+from torch_nimble.execute.threads import with_intra_threads
 from torch_nimble.lower import Lowered
 from torch_nimble.schedule import serial
 from torch_nimble.taskgraph import TaskGraph
+from torch_nimble.weights import FoldedConstants
 
 _COST_ROUNDS = 3
 
@@ -25,11 +26,11 @@ class Trial:
         adapter: Adapter,
         lowered: Lowered,
         tensors: Sequence[torch.Tensor],
-        constants: Mapping[str, torch.Tensor],
+        folded: FoldedConstants,
     ) -> None:
         self._adapter = adapter
         self.lowered = lowered
-        self.own_constants = constants
+        self.constants = folded.evaluate(lowered.program)
         program = lowered.program
         self._given = tensors
         self._written = [slot.mutated for slot in program.inputs]
@@ -37,9 +38,13 @@ class Trial:
             _in_layout(tensor, slot.strides, copy=slot.mutated)
             for tensor, slot in zip(tensors, program.inputs, strict=True)
         ]
-        self._state = {name: constants[name] for name in program.state if name in constants}
-        copies = {name: tensor.clone() for name, tensor in self._state.items()}
-        self.constants = {**constants, **copies}
+        self._state = {
+            name: tensor
+            for name in program.state & program.constants
+            if (tensor := program.sources[name].tensor()) is not None
+        }
+        self._copies = {name: tensor.clone() for name, tensor in self._state.items()}
+        self.copied_constants = {**self.constants, **self._copies}
         self._generator = torch.get_rng_state()
 
     def eager(self) -> tuple[torch.Tensor, ...]:
@@ -58,7 +63,7 @@ class Trial:
             if written:
                 tensor.copy_(given)
         for name, tensor in self._state.items():
-            self.constants[name].copy_(tensor)
+            self._copies[name].copy_(tensor)
         torch.set_rng_state(self._generator)
 
 
@@ -66,26 +71,16 @@ def measure_tasks(trial: Trial, threads: int) -> TaskGraph:
     """The graph with the median time of each task, run one after another with so many threads."""
     lowered = trial.lowered
     executable = CpuExecutable(lowered, serial(lowered.graph), intra_threads=threads, timed=True)
-    executable.bind(trial.constants)
+    executable.bind(trial.copied_constants)
     rounds: list[dict[str, tuple[float, float]]] = []
-    failures: list[BaseException] = []
 
     def measure() -> None:
-        try:
-            torch.set_num_threads(threads)
-            with torch.no_grad():
-                for _ in range(_COST_ROUNDS + 1):
-                    trial.restore()
-                    executable.run(trial.inputs)
-                    rounds.append(dict(executable.spans))
-        except BaseException as error:
-            failures.append(error)
+        for _ in range(_COST_ROUNDS + 1):
+            trial.restore()
+            executable.run(trial.inputs)
+            rounds.append(dict(executable.spans))
 
-    thread = threading.Thread(target=measure, name="torch-nimble measure")
-    thread.start()
-    thread.join()
-    if failures:
-        raise failures[0]
+    with_intra_threads(threads, measure)
     return lowered.graph.with_costs(
         [
             statistics.median((r[task.name][1] - r[task.name][0]) * 1e6 for r in rounds[1:])

@@ -13,6 +13,7 @@ import operator
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -22,13 +23,16 @@ from torch_nimble.lower import Program, Ref
 
 
 class FoldedConstants:
-    """Folded values of one model, shared by all its plans: the same expression is kept once."""
+    """Folded values of one model, shared by all its plans: the same expression is computed once.
+
+    A value lives as long as some plan uses it.
+    """
 
     def __init__(self) -> None:
-        self._values: dict[Any, Any] = {}
+        self._values: WeakValueDictionary[Any, torch.Tensor] = WeakValueDictionary()
 
     def evaluate(self, program: Program) -> dict[str, torch.Tensor]:
-        """All constants of a program by name. Values in between are not kept."""
+        """All constants of a program by name."""
         values: dict[str, Any] = {}
         keys: dict[str, Any] = {}
         for name, source in program.sources.items():
@@ -38,23 +42,24 @@ class FoldedConstants:
         for call in calls.values():
             args, kwargs = _key(call.args, keys), _key(tuple(call.kwargs.items()), keys)
             keys[call.name] = (call.target, args, kwargs)
-
-        missing = {name for name in program.constants if name in calls}
-        missing = {name for name in missing if keys[name] not in self._values}
-        needed = set(missing)
+        needed = set()
+        for name in program.constants:
+            known = self._values.get(keys[name])
+            if known is not None:
+                values[name] = known
+            elif name in calls:
+                needed.add(name)
+        missing = frozenset(needed)
         for call in reversed(program.folding):
             if call.name in needed:
-                needed.update(call.refs())
+                needed.update(name for name in call.refs() if name not in values)
         with torch.inference_mode(False), torch.no_grad():
             for name, call in calls.items():
                 if name in needed:
                     kwargs = {key: _resolved(v, values) for key, v in call.kwargs.items()}
                     values[name] = call.target(*_resolved(call.args, values), **kwargs)
         self._values.update({keys[name]: values[name] for name in missing})
-        return {
-            name: self._values[keys[name]] if name in calls else values[name]
-            for name in program.constants
-        }
+        return {name: values[name] for name in program.constants}
 
 
 def _identity(tensor: torch.Tensor | None) -> Any:

@@ -15,12 +15,13 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from torch_nimble.execute.codegen import Compiled, compile_plan
+from torch_nimble.execute.threads import default_intra_threads_kept
 from torch_nimble.lower import Lowered
 from torch_nimble.plans import Plan
 from torch_nimble.schedule import Span, verify
@@ -238,24 +239,3 @@ def autocast_off() -> contextlib.AbstractContextManager[Any]:
     if torch.is_autocast_enabled("cpu"):
         return torch.autocast("cpu", enabled=False)
     return contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def default_intra_threads_kept() -> Iterator[None]:
-    """`torch.set_num_threads` in a thread also changes what later threads start with; undo that.
-
-    The default can be read and set only from a thread that has not used torch yet, without touching
-    the caller's own count.
-    """
-    before: list[int] = []
-    _in_thread(lambda: before.append(torch.get_num_threads()))
-    try:
-        yield
-    finally:
-        _in_thread(lambda: torch.set_num_threads(before[0]))
-
-
-def _in_thread(work: Any) -> None:
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()

@@ -13,13 +13,20 @@ from torch import fx
 from torch_nimble.lower.passes.fold import fold_batch_norm
 from torch_nimble.lower.passes.guard import drop_checks, protect_results
 from torch_nimble.lower.passes.layout import use_channels_last
+from torch_nimble.lower.passes.pack import pack_convolutions
 from torch_nimble.taskgraph import Layout
 
 Pass = Callable[[fx.Graph, frozenset[str]], int]
 
 PASSES: dict[Layout, tuple[Pass, ...]] = {
     "as captured": (drop_checks, fold_batch_norm, protect_results),
-    "channels-last": (drop_checks, fold_batch_norm, use_channels_last, protect_results),
+    "channels-last": (
+        drop_checks,
+        fold_batch_norm,
+        use_channels_last,
+        pack_convolutions,
+        protect_results,
+    ),
 }
 
 

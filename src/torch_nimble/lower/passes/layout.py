@@ -29,8 +29,10 @@ def use_channels_last(graph: fx.Graph, constants: frozenset[str]) -> int:
             assert isinstance(image, fx.Node)
             assert isinstance(weight, fx.Node)
             with graph.inserting_before(node):
-                node.update_arg(0, graph.call_function(channels_last, (image,)))
-                node.update_arg(1, graph.call_function(channels_last, (weight,)))
+                for position, tensor in enumerate((image, weight)):
+                    laid_out = graph.call_function(channels_last, (tensor,))
+                    laid_out.meta = dict(tensor.meta)
+                    node.update_arg(position, laid_out)
             changed += 1
     if changed:
         _free_views(graph)
