@@ -43,12 +43,14 @@ class _SkipRandomFills(TorchFunctionMode):
     ) -> Any:
         named = kwargs or {}
         if func in _RANDOM_FILLS:
-            return args[0] if args else named["tensor"]
+            # Zeros rather than what lies in memory: trunc_normal_ draws again until all is in range.
+            with torch.no_grad():
+                return (args[0] if args else named["tensor"]).zero_()
         return func(*args, **named)
 
 
 def skip_random_fills() -> TorchFunctionMode:
-    """A context in which modules leave unset what they would fill at random, not constants.
+    """A context in which modules set to zero what they would fill at random, not constants.
 
     `fill_weights` must follow: it sets everything that was left.
     """
