@@ -45,7 +45,8 @@ def compile(
     batch_sizes: prepare these batch sizes; other batches are padded up to the next one and the result
         is cut. Inputs have the batch in their first dimension.
     strict: raise FallbackError instead of running anything eagerly.
-    plan: a plan (or its file) to run instead of choosing one; it is verified first.
+    plan: a plan (or its file) to run instead of choosing one; it is verified first, for every input
+        signature that is prepared.
     planner: a function from TaskGraph (with measured costs) to Plan to use instead of ours.
     progress: is told each stage of preparation as it begins.
     """

@@ -14,16 +14,15 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
 from torch_nimble.batching import Batching
-from torch_nimble.capture import Adapter, AutocastState, Callee, generators_kept
+from torch_nimble.capture import MODEL_LOCK, Adapter, AutocastState, Callee, generators_kept
 from torch_nimble.errors import (
     CaptureError,
     FallbackError,
@@ -45,7 +44,7 @@ from torch_nimble.signature import (
 )
 from torch_nimble.taskgraph import TaskGraph
 from torch_nimble.tree import Node, flatten_inputs, unflatten_inputs
-from torch_nimble.weights import FoldedConstants, ModuleWatch
+from torch_nimble.weights import FoldedConstants, ModuleWatch, watch_optimizers
 
 # Methods of a module that return the module itself; on an engine they return the engine.
 _FLUENT = frozenset(
@@ -67,6 +66,12 @@ _FLUENT = frozenset(
 )
 
 
+_MISMATCH_REMEDY = (
+    "eager may use another algorithm or other random numbers than the captured graph; "
+    "the log of torch_nimble has the differences"
+)
+
+
 class Engine:
     """A model with prepared plans. Call it like the model; see `compile()`.
 
@@ -81,7 +86,8 @@ class Engine:
     _prepared: dict[Signature, Prepared]
     _folded: FoldedConstants
     _fallbacks: dict[str, Fallback]
-    _lock: threading.RLock
+    _lock: Any
+    _refused: dict[Signature, str]
     _batching: Batching | None
     _pid: int
     _closed: bool
@@ -98,11 +104,13 @@ class Engine:
         set_own("_prepared", {})
         set_own("_folded", FoldedConstants())
         set_own("_fallbacks", {})
-        set_own("_lock", threading.RLock())
+        set_own("_lock", MODEL_LOCK)
+        set_own("_refused", {})
         set_own("_batching", Batching(options.batch_sizes) if options.batch_sizes else None)
         set_own("_pid", os.getpid())
         set_own("_closed", False)
         set_own("_disabled", disabled_by_environment())
+        watch_optimizers()
 
     # ------------------------------------------------------------ calling
 
@@ -112,11 +120,13 @@ class Engine:
             return self._callee(*args, **kwargs)
         self._check_usable()
         tensors, structure = flatten_inputs(args, kwargs)
-        check_tensors(structure, tensors)
+        tensors = check_tensors(structure, tensors)
         self._follow_modules()
         if self._batching is not None:
             return self._call_batched(structure, tensors)
         return self._call(structure, tensors)
+
+    forward = __call__
 
     def _call(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Any:
         signature = self._signature(structure, tensors)
@@ -140,29 +150,44 @@ class Engine:
             self._prepare_batches(structure, tensors)
         if target is None or target == size:
             return self._call(structure, tensors)
-        key = (structure, tensor_keys(tensors))
-        if any(prepared.writes for prepared in self._prepared.values()):
-            batching.unsuitable[key] = "the model writes its buffers or inputs"
+        padded = batching.resized(tensors, size, target)
+        known = self._prepared.get(self._signature(structure, padded))
+        if known is not None:
+            self._take_in_weights(known)  # changed weights may make the rows influence each other
+        key = self._signature(structure, tensors)
+        if key not in batching.trusted and key not in batching.unsuitable:
+            self._try_padding(key, structure, tensors, target)
         if key in batching.unsuitable:
             self._fall_back(
                 f"batch {size} cannot be padded to {target}: {batching.unsuitable[key]}",
                 "leave batch_sizes out for this model",
             )
             return self._eager(structure, tensors)
-        if key in batching.trusted:
-            padded = self._call(structure, batching.resized(tensors, size, target))
-            return batching.cut(padded, target, size)
+        return batching.cut(self._call(structure, padded), target, size)
+
+    def _try_padding(
+        self, key: Signature, structure: Node, tensors: Sequence[torch.Tensor], target: int
+    ) -> None:
+        """Find out whether results of a batch of this kind survive padding."""
+        batching = self._batching
+        assert batching is not None
+        size = batching.batch_of(tensors)
+        padded = batching.resized(tensors, size, target)
+        prepared = self._prepare(structure, padded)
+        if prepared is None or prepared.writes:
+            batching.unsuitable[key] = "the model writes its buffers or inputs"
+            return
         with generators_kept():
             results = [
-                batching.cut(self._call(structure, padded), target, size)
-                for padded in batching.probes(tensors, size, target)
+                batching.cut(self._call(structure, probe), target, size)
+                for probe in batching.probes(tensors, size, target)
             ]
-        eager = self._eager(structure, tensors)
+        with generators_kept():
+            eager = self._eager(structure, tensors)
         if all(batching.same(result, eager) for result in results):
             batching.trusted.add(key)
         else:
             batching.unsuitable[key] = "the rows of a batch influence each other"
-        return eager
 
     def _on_new(
         self, signature: Signature, structure: Node, tensors: Sequence[torch.Tensor]
@@ -174,6 +199,9 @@ class Engine:
     def _follow_policy(
         self, signature: Signature, structure: Node, tensors: Sequence[torch.Tensor]
     ) -> Prepared | None:
+        if signature in self._refused:
+            self._fall_back(self._refused[signature], _MISMATCH_REMEDY)
+            return None
         if signature in self._prepared:  # made by another thread meanwhile
             return self._prepare(structure, tensors)
         for known in self._prepared:
@@ -204,7 +232,7 @@ class Engine:
 
     def _eager(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Any:
         args, kwargs = unflatten_inputs(structure, tensors)
-        with torch.no_grad():
+        with self._lock, torch.no_grad():
             return self._callee(*args, **kwargs)
 
     def _fall_back(self, reason: str, remedy: str, *, warn: bool = True) -> None:
@@ -231,7 +259,7 @@ class Engine:
         if isinstance(args, torch.Tensor):
             raise InputError("args is a tensor; pass a tuple of arguments, args=(x,)")
         tensors, structure = flatten_inputs(tuple(args), dict(kwargs or {}))
-        check_tensors(structure, tensors)
+        tensors = check_tensors(structure, tensors)
         self._follow_modules()
         self._check_call(structure, tensors)
         if self._batching is not None:
@@ -268,7 +296,8 @@ class Engine:
             except CaptureError as error:
                 self._blame(adapter, tensors, error)
             except MismatchError as error:
-                self._fall_back(f"{signature}: {error}", "please report this model as a bug")
+                self._refused[signature] = f"{signature}: {error}"
+                self._fall_back(self._refused[signature], _MISMATCH_REMEDY)
                 return None
             self._prepared[signature] = prepared
             return prepared
@@ -277,7 +306,7 @@ class Engine:
         """Raise for a model that could not be captured; InputError if eager refuses the inputs too."""
         try:
             with generators_kept():
-                adapter.eager([tensor.clone() for tensor in tensors])
+                adapter.eager([tensor.clone() for tensor in tensors], copy_parameters=True)
         except CaptureError:
             raise error from None
         except Exception as reason:
@@ -290,6 +319,7 @@ class Engine:
             tensor_keys(tensors),
             AutocastState.current("cpu"),
             self._modules_watch.training(),
+            torch.get_default_dtype(),
         )
 
     def _follow_modules(self) -> None:
@@ -297,6 +327,8 @@ class Engine:
         if self._modules_watch.unchanged() and self._callee.reaches_the_same():
             return
         with self._lock:
+            if self._modules_watch.unchanged() and self._callee.reaches_the_same():
+                return
             self._drop_plans()
             callee = Callee(self._callee.target)
             super().__setattr__("_callee", callee)
@@ -307,6 +339,14 @@ class Engine:
             prepared.close()
         self._prepared.clear()
         super().__setattr__("_folded", FoldedConstants())
+        self._forget_findings()
+
+    def _forget_findings(self) -> None:
+        """What was found out about the model holds no longer: its weights or modules changed."""
+        self._refused.clear()
+        if self._batching is not None:
+            self._batching.trusted.clear()
+            self._batching.unsuitable.clear()
 
     def _check_call(self, structure: Node, tensors: Sequence[torch.Tensor]) -> None:
         args, kwargs = unflatten_inputs(structure, tensors)
@@ -337,6 +377,7 @@ class Engine:
                 else:
                     self._prepared.pop(signature).close()
             super().__setattr__("_folded", folded)
+            self._forget_findings()
         return self
 
     def _take_in_weights(self, prepared: Prepared) -> bool:
@@ -344,8 +385,9 @@ class Engine:
         if prepared.watch.unchanged():
             return True
         with self._lock:
-            self.update_weights()
-            return prepared.signature in self._prepared
+            if not prepared.watch.unchanged():  # and no capture was under way that put fakes there
+                self.update_weights()
+            return self._prepared.get(prepared.signature) is prepared
 
     # ------------------------------------------------------------ looking inside
 
@@ -423,6 +465,18 @@ class Engine:
 
     def __delattr__(self, name: str) -> None:
         delattr(self.__wrapped__, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.__wrapped__[key]
+
+    def __len__(self) -> int:
+        return len(self.__wrapped__)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.__wrapped__)
+
+    def __bool__(self) -> bool:
+        return True
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(self.__wrapped__)})

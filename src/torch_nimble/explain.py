@@ -125,10 +125,10 @@ def _signature_dict(account: SignatureAccount) -> dict[str, Any]:
 def _signature_parts(account: SignatureAccount) -> list[RenderableType]:
     facts = account.facts
     lines = [
-        f"inputs: {account.inputs}; {account.calls} calls",
-        f"graph: {facts.tasks} tasks, {facts.edges} dependencies ({facts.reduced_edges} after "
-        f"reduction), {facts.chains} chains, at most {facts.width} at a time",
-        f"chosen: {account.chosen}, {account.streams} streams, {account.waits} waits; "
+        f"inputs: {account.inputs}; calls: {account.calls}",
+        f"tasks: {facts.tasks}, dependencies: {facts.edges} ({facts.reduced_edges} after reduction), "
+        f"chains: {facts.chains}, at most {facts.width} tasks at a time",
+        f"chosen: {account.chosen}, streams: {account.streams}, waits: {account.waits}; "
         f"critical path {account.critical_path_us / 1000:.2f} ms",
     ]
     if account.training:
@@ -156,7 +156,7 @@ def _signature_parts(account: SignatureAccount) -> list[RenderableType]:
             str(c.waits),
             str(c.threads),
             f"{c.timing.median_us / 1000:.2f} ms" if c.timing else "–",
-            f"{c.timing.spread:.0%}" if c.timing else "–",
+            f"{c.timing.spread:.0%}" if c.timing and len(c.timing.rounds_s) > 2 else "–",
             f"{c.error:.1e}" if timed and c.error is not None else "–",
             "← chosen" if c.name == account.chosen else c.note,
         )

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from torch_nimble.capture import Adapter, Captured, capture, examples, generators_kept
-from torch_nimble.errors import InputError, NimbleError, PlanError
+from torch_nimble.errors import CaptureError, InputError, NimbleError, PlanError
 from torch_nimble.execute.check import agrees, worst_error
 from torch_nimble.execute.cpu import CpuExecutable, autocast_off
 from torch_nimble.execute.measure import Timing, fastest, race
@@ -92,18 +92,23 @@ def _prepare(
 ) -> Choice:
     with stages("capture"):
         captured = capture(adapter, tensors)
+    notes: list[Candidate] = []
     with stages("lower"):
-        variants = _variants(captured, options)
+        variants = _variants(captured, options, notes)
     with stages("fold constants"):
         trials = [Trial(adapter, variant, tensors, folded) for variant in variants]
     with stages("run eager"):
         try:
             reference = trials[0].eager()
+            if adapter.assigned:
+                _refuse_hidden_state(adapter, trials[0], reference)
+        except CaptureError:
+            raise
         except (RuntimeError, TypeError, ValueError) as reason:
             raise refused_by_model(adapter.callee.name, tensors, reason) from reason
     with generators_kept():
         with stages("plan and measure tasks"):
-            entrants = [e for trial in trials for e in _entrants(trial, options)]
+            entrants = [e for trial in trials for e in _tolerant_entrants(trial, options, notes)]
         with stages("check against eager"):
             for entrant in entrants:
                 entrant.check(reference)
@@ -118,7 +123,8 @@ def _prepare(
         for entrant in entrants:
             entrant.executable.close()
         errors = "; ".join(f"{e.name}: {e.note}" for e in entrants)
-        raise MismatchError(f"no plan agrees with eager ({errors})")
+        log.error("no plan agrees with eager: %s", errors)
+        raise MismatchError("no plan agrees with eager")
     chosen = fastest(timings, {e.name: e.executable.plan.streams for e in right})
     for entrant in entrants:
         if entrant.name != chosen:
@@ -133,18 +139,49 @@ def _prepare(
         candidates=(
             *(entrant.report(timings.get(entrant.name)) for entrant in entrants),
             *_left_out(trials[0], options),
+            *notes,
         ),
         stages_s=dict(stages.seconds),
     )
 
 
-def _variants(captured: Captured, options: Options) -> list[Lowered]:
+def _refuse_hidden_state(adapter: Adapter, trial: Trial, reference: Sequence[torch.Tensor]) -> None:
+    """CaptureError if a second call of the model itself gives something else than the first."""
+    if not agrees(trial.eager(), reference):
+        raise CaptureError(
+            f"{adapter.callee.name} ({adapter.callee.location}) keeps state between calls in "
+            f"{', '.join(adapter.assigned)}; a plan sees only buffers. Use register_buffer for it"
+        )
+
+
+def _variants(captured: Captured, options: Options, notes: list[Candidate]) -> list[Lowered]:
     """The lowerings to try: the layouts as captured, and channels-last if there are convolutions."""
     if options.plan is not None:
         return [lower(captured, options.plan.layout)]
     plain = lower(captured)
-    other = lower(captured, "channels-last")
+    try:
+        other = lower(captured, "channels-last")
+    except Exception as reason:  # an operator that depends on the layout; the plain one will do
+        notes.append(_not_tried("channels-last", reason))
+        return [plain]
     return [plain, other] if other.passes["use_channels_last"] else [plain]
+
+
+def _tolerant_entrants(trial: Trial, options: Options, notes: list[Candidate]) -> Iterator[_Entrant]:
+    """The entrants of a lowering; one that is only an alternative may fail without harm."""
+    try:
+        yield from _entrants(trial, options)
+    except Exception as reason:
+        if trial.lowered.graph.layout == "as captured" or options.plan or options.planner:
+            raise
+        notes.append(_not_tried(trial.lowered.graph.layout, reason))
+
+
+def _not_tried(name: str, reason: Exception) -> Candidate:
+    log.info("%s was not tried: %s", name, reason)
+    said = str(reason).strip().splitlines()
+    note = f"not tried: {type(reason).__name__}: {said[0] if said else ''}"
+    return Candidate(name, 0, 0, 0, None, None, note)
 
 
 class _Entrant:
@@ -165,10 +202,9 @@ class _Entrant:
     def run(self) -> None:
         self.executable.run(self.trial.inputs)
 
-    def check(self, reference: tuple[torch.Tensor, ...]) -> None:
-        """Compare one run with eager."""
-        self.trial.restore()
-        results = self.executable.run(self.trial.inputs)
+    def check(self, reference: Sequence[torch.Tensor]) -> None:
+        """Compare one run with eager: its results and what it leaves in buffers and inputs."""
+        results = self.trial.run(self.executable)
         self.error = worst_error(results, reference)
         self.right = agrees(results, reference)
         self.note = "" if self.right else f"disagrees with eager, relative error {self.error:.3g}"

@@ -73,12 +73,15 @@ class Prepared:
         if not self.writes:
             return None
         regions = [_memory(tensor) for tensor in tensors]
-        for name in self._program.state:
-            buffer = self._program.sources[name].tensor()
-            for i, region in enumerate(regions):
-                if buffer is not None and not disjoint(_memory(buffer), region):
-                    path = self._program.sources[name].path
-                    return f"input {i} shares memory with the buffer {path!r}, which the model writes"
+        for name, source in self._program.sources.items():
+            held = source.tensor()
+            if held is None or not (self._written or name in self._program.state):
+                continue
+            own = _memory(held)
+            exposed = range(len(tensors)) if name in self._program.state else self._written
+            for i in exposed:
+                if not disjoint(own, regions[i]):
+                    return f"input {i} shares memory with {source.path!r} , and one of them is written"
         for i in self._written:
             for j, other in enumerate(regions):
                 if j != i and not disjoint(regions[i], other):

@@ -23,6 +23,7 @@ class Signature:
     autocast: AutocastState | None
     training: tuple[bool, ...]
     """The mode of every module of the model, in its order."""
+    default_dtype: torch.dtype
 
     def __str__(self) -> str:
         shapes = [
@@ -42,8 +43,11 @@ def tensor_keys(tensors: Sequence[torch.Tensor]) -> tuple[TensorKey, ...]:
     return tuple((tuple(t.shape), t.dtype, t.device) for t in tensors)
 
 
-def check_tensors(structure: Node, tensors: Sequence[torch.Tensor]) -> None:
-    """InputError for what no plan can take: inputs that want gradients, or are not dense."""
+def check_tensors(structure: Node, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors, lazily conjugated or negated ones resolved.
+
+    InputError for what no plan can take: inputs that want gradients, or are not dense.
+    """
     for i, tensor in enumerate(tensors):
         if tensor.requires_grad and torch.is_grad_enabled():
             raise InputError(
@@ -51,11 +55,13 @@ def check_tensors(structure: Node, tensors: Sequence[torch.Tensor]) -> None:
                 "gradients: call it under torch.no_grad() or pass x.detach(); to train, call the "
                 "model itself"
             )
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            kind = "nested" if tensor.is_nested else str(tensor.layout)
             raise InputError(
-                f"{input_paths(structure)[i]} has the layout {tensor.layout}; only dense tensors are "
-                "supported: pass x.to_dense()"
+                f"{input_paths(structure)[i]} has the layout {kind}; only dense tensors are "
+                "supported: pass x.to_dense() or a padded tensor"
             )
+    return [t.resolve_conj().resolve_neg() if t.is_conj() or t.is_neg() else t for t in tensors]
 
 
 def check_devices(structure: Node, tensors: Sequence[torch.Tensor], device: torch.device | None) -> None:

@@ -52,14 +52,6 @@ class Task:
     cost_us: float | None = None
 
 
-def conflict(earlier: Task, later: Task) -> bool:
-    """Whether the two touch overlapping memory with at least one write."""
-    return (
-        any(not disjoint(w, t) for w in earlier.writes for t in (*later.reads, *later.writes))
-        or any(not disjoint(r, w) for r in earlier.reads for w in later.writes)
-    )  # fmt: skip
-
-
 @dataclass(frozen=True)
 class TaskGraph:
     """Tasks in topological order and the edges between them, as pairs of positions."""

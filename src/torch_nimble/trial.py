@@ -47,15 +47,29 @@ class Trial:
         self.copied_constants = {**self.constants, **self._copies}
         self._generator = torch.get_rng_state()
 
-    def eager(self) -> tuple[torch.Tensor, ...]:
-        """What the model itself returns, from the caller's random state."""
+    def eager(self) -> list[torch.Tensor]:
+        """What the model itself returns and leaves in what it writes, from the caller's random state."""
         copies = [
             tensor.clone() if written else tensor
             for tensor, written in zip(self._given, self._written, strict=True)
         ]
         with generators_kept():
-            results = self._adapter.eager(copies)
-        return tuple(result.detach() for result in results)
+            results, buffers = self._adapter.eager(copies)
+        sources = self.lowered.program.sources
+        return [
+            *(result.detach() for result in results),
+            *(buffers[sources[name].target] for name in self._state),
+            *(copy for copy, written in zip(copies, self._written, strict=True) if written),
+        ]
+
+    def run(self, executable: CpuExecutable) -> list[torch.Tensor]:
+        """What a plan returns and leaves in what it writes, in the same order."""
+        self.restore()
+        return [
+            *executable.run(self.inputs),
+            *self._copies.values(),
+            *(copy for copy, written in zip(self.inputs, self._written, strict=True) if written),
+        ]
 
     def restore(self) -> None:
         """Put the copies and the generator back to where the caller's are."""

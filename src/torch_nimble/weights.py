@@ -4,7 +4,8 @@ Parameters and buffers that tasks read as they are stay references to the model'
 in place are seen by themselves. Values folded from them (a convolution with its batch norm) can go
 stale. Before each call the engine compares, for every tensor it depends on, whether the model still
 holds that very tensor and whether its version counter moved; if so, the folded values are made anew.
-Writes through `.data` move no counter and cannot be seen: `update_weights()` is for those.
+Steps of optimizers are counted too, for fused ones move no counter. Writes through `.data` or a numpy
+array that shares the memory move none either and cannot be seen: `update_weights()` is for those.
 """
 
 from __future__ import annotations
@@ -17,9 +18,30 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torch_nimble.capture import Source
 from torch_nimble.lower import Program, Ref
+
+_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
+
+_optimizer_steps = 0
+
+
+def _count_optimizer_step(*_: object) -> None:
+    global _optimizer_steps
+    _optimizer_steps += 1
+
+
+def watch_optimizers() -> None:
+    """From now on notice every step of every optimizer: fused ones move no version counter."""
+    global _hooked
+    if not _hooked:
+        _hooked = True
+        register_optimizer_step_post_hook(_count_optimizer_step)
+
+
+_hooked = False
 
 
 class FoldedConstants:
@@ -29,7 +51,12 @@ class FoldedConstants:
     """
 
     def __init__(self) -> None:
-        self._values: WeakValueDictionary[Any, torch.Tensor] = WeakValueDictionary()
+        self._values: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
+        self._numbers: dict[Any, int] = {}
+
+    def _number(self, expression: Any) -> int:
+        """The same number for the same expression: nested keys would be hashed again and again."""
+        return self._numbers.setdefault(expression, len(self._numbers))
 
     def evaluate(self, program: Program) -> dict[str, torch.Tensor]:
         """All constants of a program by name."""
@@ -37,11 +64,11 @@ class FoldedConstants:
         keys: dict[str, Any] = {}
         for name, source in program.sources.items():
             values[name] = source.tensor()
-            keys[name] = (id(source.table), source.key, _identity(values[name]))
+            keys[name] = self._number((id(source.table), source.key, _identity(values[name])))
         calls = {call.name: call for call in program.folding}
         for call in calls.values():
             args, kwargs = _key(call.args, keys), _key(tuple(call.kwargs.items()), keys)
-            keys[call.name] = (call.target, args, kwargs)
+            keys[call.name] = self._number((call.target, args, kwargs))
         needed = set()
         for name in program.constants:
             known = self._values.get(keys[name])
@@ -91,21 +118,44 @@ def _key(value: Any, keys: Mapping[str, Any]) -> Any:
 
 
 class ModuleWatch:
-    """The modules of a model as they were: whether one was added, removed or replaced, and modes."""
+    """The modules of a model as they were: which there are, their plain attributes, hooks and modes.
+
+    All that is frozen into a graph by tracing, and none of it may change unnoticed.
+    """
 
     def __init__(self, roots: Iterable[nn.Module]) -> None:
         self.modules = list(dict.fromkeys(m for root in roots for m in root.modules()))
-        containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-        self._tables = [m._modules for m in self.modules if m._modules or isinstance(m, containers)]
-        self._children = self._now()
+        self._children_of = [m._modules for m in self.modules if m._modules]
+        self._children = self._children_now()
+        self._tables = [vars(module) for module in self.modules]
+        keys = [
+            tuple(name for name, v in table.items() if isinstance(v, _PLAIN) and name != "training")
+            for table in self._tables
+        ]
+        self._getters = [operator.itemgetter("training", "training", *names) for names in keys]
+        self._sizes = [len(table) for table in self._tables]
+        self._values = [get(table)[2:] for get, table in zip(self._getters, self._tables, strict=True)]
+        self._hooks = [hooks for m in self.modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self._hook_keys = self._hook_keys_now()
 
-    def _now(self) -> list[nn.Module | None]:
-        return list(chain.from_iterable(map(dict.values, self._tables)))
+    def _children_now(self) -> list[nn.Module | None]:
+        return list(chain.from_iterable(map(dict.values, self._children_of)))
+
+    def _hook_keys_now(self) -> list[int]:
+        return list(chain.from_iterable(self._hooks))
 
     def unchanged(self) -> bool:
-        """Whether the model still consists of the same modules."""
-        now = self._now()
-        return len(now) == len(self._children) and all(map(operator.is_, now, self._children))
+        """Whether the model still consists of the same modules with the same attributes and hooks."""
+        children = self._children_now()
+        if len(children) != len(self._children) or not all(map(operator.is_, children, self._children)):
+            return False
+        if self._sizes != list(map(len, self._tables)) or self._hook_keys != self._hook_keys_now():
+            return False
+        try:
+            values = [get(t)[2:] for get, t in zip(self._getters, self._tables, strict=True)]
+        except KeyError:  # an attribute is gone
+            return False
+        return values == self._values
 
     def training(self) -> tuple[bool, ...]:
         """The mode of every module."""
@@ -124,7 +174,11 @@ class Watch:
         slots = {(id(source.table), source.key): source.table for source in sources.values()}
         for module in modules:
             for table in (module._parameters, module._buffers):
-                slots |= {(id(table), key): table for key, t in table.items() if id(t) in used}
+                slots |= {
+                    (id(table), key): table
+                    for key, tensor in table.items()
+                    if tensor is None or id(tensor) in used
+                }
         self._slots = [(table, key) for (_, key), table in slots.items()]
         self._tensors = self._now()
         # State is written by the plan itself, and read anew each time.
@@ -135,20 +189,22 @@ class Watch:
         ]
         self._versions = [tensor._version for tensor in self._counted]
         self._looks = _looks(self._tensors)
-        self._dtypes = [tensor.dtype for tensor in self._counted]
+        self._addresses = [tensor.data_ptr() for tensor in self._counted]
+        self._steps = _optimizer_steps
 
     def _now(self) -> list[Any]:
         return [table.get(key) for table, key in self._slots]
 
     def unchanged(self) -> bool:
-        """Whether the model still holds the same tensors with the same versions and dtypes.
+        """Whether the model still holds the same tensors, with the same versions and memory.
 
-        `Module.to` exchanges the data inside a parameter, which moves no counter.
+        `Module.to` and `p.data = q` exchange the memory of a parameter, which moves no counter.
         """
         return (
             all(map(operator.is_, self._now(), self._tensors))
             and self._versions == [tensor._version for tensor in self._counted]
-            and self._dtypes == [tensor.dtype for tensor in self._counted]
+            and self._addresses == [tensor.data_ptr() for tensor in self._counted]
+            and self._steps == _optimizer_steps
         )
 
     def fits(self) -> bool:

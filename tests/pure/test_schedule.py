@@ -52,7 +52,6 @@ from torch_nimble.schedule import (
 )
 from torch_nimble.schedule.bits import bitset, lowest, members
 from torch_nimble.schedule.matching import FREE, maximum_matching
-from torch_nimble.schedule.memory import last_uses
 from torch_nimble.schedule.reduce import closure, reduce
 from torch_nimble.schedule.verify import happens_before
 from torch_nimble.taskgraph import Task, TaskGraph
@@ -424,26 +423,6 @@ def test_a_timeline_respects_streams_waits_and_costs(data: st.DataObject) -> Non
         assert span.start_us == max([free_at.get(launch.stream, 0.0), *limits])
         assert span.end_us - span.start_us == graph.costs_us[graph.index[launch.task]]
         free_at[launch.stream] = span.end_us
-
-
-# -------------------------------------------------------------------- last uses
-
-
-@given(st.data())
-def test_once_the_last_uses_of_a_buffer_ended_all_its_uses_have(data: st.DataObject) -> None:
-    graph = TaskGraph.from_conflicts(data.draw(programs()), BUFFERS)
-    plan = data.draw(plans(graph))
-    ordered = plan_closure(plan)
-    last = last_uses(graph, plan)
-    users: dict[str, set[str]] = {}
-    for task in graph.tasks:
-        for region in (*task.reads, *task.writes):
-            users.setdefault(region.buffer, set()).add(task.name)
-    assert last.keys() == users.keys()
-    for buffer, names in users.items():
-        assert set(last[buffer]) <= names
-        for name in names - set(last[buffer]):
-            assert any((name, end) in ordered for end in last[buffer])
 
 
 # -------------------------------------------------------------------- determinism

@@ -17,7 +17,7 @@ from pure.oracles import closure_pairs, conflicting_pairs
 from pure.strategies import BUFFER_BYTES, BUFFERS, dags, graphs, programs
 from torch_nimble.errors import GraphError
 from torch_nimble.regions import Region
-from torch_nimble.taskgraph import Buffer, Task, TaskGraph, conflict
+from torch_nimble.taskgraph import Buffer, Task, TaskGraph
 
 
 def through_json(graph: TaskGraph) -> TaskGraph:
@@ -38,13 +38,6 @@ def test_edges_order_exactly_the_conflicting_tasks(tasks: list[Task]) -> None:
     truth = conflicting_pairs(tasks, BUFFER_BYTES)
     assert set(graph.edges) <= truth
     assert closure_pairs(len(tasks), graph.edges) == closure_pairs(len(tasks), truth)
-
-
-@given(programs(most=5))
-def test_conflict_of_two_tasks_is_a_shared_byte_that_one_writes(tasks: list[Task]) -> None:
-    truth = conflicting_pairs(tasks, BUFFER_BYTES)
-    found = {(i, j) for j, later in enumerate(tasks) for i in range(j) if conflict(tasks[i], later)}
-    assert found == truth
 
 
 @given(programs())

@@ -1,10 +1,18 @@
 """From a model and example inputs to a functional ATen graph with static shapes."""
 
 from torch_nimble.capture.callee import Callee
-from torch_nimble.capture.inference import Adapter, AutocastState, Captured, Source, capture
+from torch_nimble.capture.inference import (
+    MODEL_LOCK,
+    Adapter,
+    AutocastState,
+    Captured,
+    Source,
+    capture,
+)
 from torch_nimble.capture.isolation import examples, generators_kept
 
 __all__ = [
+    "MODEL_LOCK",
     "Adapter",
     "AutocastState",
     "Callee",

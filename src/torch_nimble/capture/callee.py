@@ -10,9 +10,10 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from torch_nimble.errors import InputError, OptionError
@@ -26,9 +27,15 @@ class Callee:
             raise OptionError(
                 f"compile() takes a torch.nn.Module, a function or a bound method, not {target!r}"
             )
+        if isinstance(target, torch.jit.ScriptModule | torch.jit.ScriptFunction):
+            raise OptionError(
+                f"{type(target).__name__} cannot be compiled; compile the module or function that it "
+                "was scripted or traced from"
+            )
         self.target: Callable[..., Any] = target
         self.traced: Callable[..., Any] = _traceable(target)
-        self.modules = _modules_of(target)
+        self._reached = list(_reachable(target))
+        self.modules = _modules_among(self._reached)
         self.name: str = (
             type(target).__name__
             if isinstance(target, nn.Module)
@@ -41,12 +48,12 @@ class Callee:
         return self.target if isinstance(self.target, nn.Module) else None
 
     def reaches_the_same(self) -> bool:
-        """Whether a function still uses the modules it used, and none of its names was rebound."""
+        """Whether none of the names that a function uses was bound to another value."""
         if self.module is not None:
             return True
-        now = _modules_of(self.target)
-        return now.keys() == self.modules.keys() and all(
-            now[name] is module for name, module in self.modules.items()
+        now = list(_reachable(self.target))
+        return len(now) == len(self._reached) and all(
+            value is known for (_, value), (_, known) in zip(now, self._reached, strict=True)
         )
 
     @property
@@ -102,11 +109,11 @@ def _named_forward(function: types.FunctionType) -> types.FunctionType:
     return twin
 
 
-def _modules_of(target: Any) -> dict[str, nn.Module]:
-    """Modules that calling the target may use, by a readable name, each once."""
+def _modules_among(reached: list[tuple[str, Any]]) -> dict[str, nn.Module]:
+    """The modules among values that a target may use, by a readable name, each once."""
     found: dict[str, nn.Module] = {}
     known: set[int] = set()
-    for name, value in _reachable(target):
+    for name, value in reached:
         if isinstance(value, nn.Module) and id(value) not in known:
             known.add(id(value))
             unique = name if name not in found else f"{name}_{len(found)}"
@@ -114,42 +121,75 @@ def _modules_of(target: Any) -> dict[str, nn.Module]:
     return found
 
 
-def _reachable(target: Any) -> Iterator[tuple[str, Any]]:
+def _reachable(target: Any, seen: frozenset[int] = frozenset()) -> Iterator[tuple[str, Any]]:
+    """Named values that calling the target may use: modules, and what a function has bound.
+
+    Functions that it calls by name are followed, unless they are torch's.
+    """
     if isinstance(target, nn.Module):
         yield "model", target
         return
     if isinstance(target, functools.partial):
         yield from ((f"arg{i}", value) for i, value in enumerate(target.args))
         yield from target.keywords.items()
-        yield from _reachable(target.func)
+        yield from _reachable(target.func, seen)
         return
     if inspect.ismethod(target):
-        yield from _held_by("model", target.__self__)
+        yield from _held_by("model", target.__self__, seen)
         target = target.__func__
     if not inspect.isfunction(target):
-        yield from _held_by("model", target)
+        yield from _held_by("model", target, seen)
         target = vars(type(target)).get("__call__")
-        if not inspect.isfunction(target):
-            return
+    if not inspect.isfunction(target):
+        return
     function = inspect.unwrap(target)
-    code = function.__code__
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+    if id(function) in seen or function.__module__.split(".")[0] == "torch":
+        return
+    seen |= {id(function)}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
-            yield from _held_by(name, cell.cell_contents)
+            yield from _held_by(name, cell.cell_contents, seen)
         except ValueError:  # a variable that is not assigned yet
             continue
-    for name in code.co_names:
+    for i, value in enumerate(function.__defaults__ or ()):
+        yield from _held_by(f"default{i}", value, seen)
+    for name, value in (function.__kwdefaults__ or {}).items():
+        yield from _held_by(name, value, seen)
+    for name in _names_in(function.__code__):
         if name in function.__globals__:
-            yield from _held_by(name, function.__globals__[name])
+            yield from _held_by(name, function.__globals__[name], seen)
 
 
-def _held_by(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The value itself, or the modules among the attributes of a plain object."""
-    if isinstance(value, nn.Module):
-        yield name, value
+def _names_in(code: types.CodeType) -> dict[str, None]:
+    """Names that a function's code uses, that of functions and comprehensions inside it included."""
+    names = dict.fromkeys(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _names_in(constant)
+    return names
+
+
+def _held_by(name: str, value: Any, seen: frozenset[int]) -> Iterator[tuple[str, Any]]:
+    """The value itself, and the modules that a container, a plain object or a function leads to."""
+    yield name, value
+    if isinstance(value, nn.Module | type | types.ModuleType) or id(value) in seen:
+        return
+    seen |= {id(value)}
+    if inspect.isfunction(value) or inspect.ismethod(value):
+        yield from _reachable(value, seen - {id(value)})
     elif isinstance(value, list | tuple):
-        yield from ((f"{name}_{i}", item) for i, item in enumerate(value))
+        items = ((f"{name}_{i}", item) for i, item in enumerate(value))
+        yield from _modules_in(items, seen)
     elif isinstance(value, dict):
-        yield from ((f"{name}_{key}", item) for key, item in value.items())
-    elif hasattr(value, "__dict__") and not isinstance(value, type) and not inspect.ismodule(value):
-        yield from vars(value).items()
+        yield from _modules_in(((f"{name}_{key}", item) for key, item in value.items()), seen)
+    elif hasattr(value, "__dict__") and not isinstance(value, torch.Tensor):
+        yield from _modules_in(vars(value).items(), seen)
+
+
+def _modules_in(items: Iterable[tuple[str, Any]], seen: frozenset[int]) -> Iterator[tuple[str, Any]]:
+    """Modules among the items, and inside objects of the user's own among them."""
+    for name, value in items:
+        if isinstance(value, nn.Module):
+            yield name, value
+        elif type(value).__module__ not in ("builtins", "torch") and hasattr(value, "__dict__"):
+            yield from ((n, v) for n, v in _held_by(name, value, seen) if isinstance(v, nn.Module))

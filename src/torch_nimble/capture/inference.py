@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import operator
 import sys
 import threading
 import warnings
@@ -23,12 +24,13 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from torch_nimble.capture.callee import Callee
 from torch_nimble.capture.failure import explain_failure, refuse_dynamic
-from torch_nimble.capture.isolation import assignments_followed, refusing_frozen_draws
+from torch_nimble.capture.isolation import Assignments, refusing_frozen_draws
 from torch_nimble.errors import CaptureError
-from torch_nimble.tree import Node, Structure, flatten_output, unflatten_inputs
+from torch_nimble.tree import Node, Structure, flatten_inputs, flatten_output, unflatten_inputs
 
-# torch.export keeps flags of its own in globals; two captures at once would mix them up.
-_EXPORT_LOCK = threading.Lock()
+# torch.export keeps flags of its own in globals and puts fake tensors into the model while it traces:
+# neither two captures nor a look at the model's tensors may happen at the same time.
+MODEL_LOCK = threading.RLock()
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +87,7 @@ def capture(adapter: Adapter, tensors: Sequence[torch.Tensor]) -> Captured:
     """The graph of one call. Leaves the model, the inputs and all random generators as they were."""
     callee = adapter.callee
     try:
-        with _EXPORT_LOCK, refusing_frozen_draws(callee), _quiet():
+        with MODEL_LOCK, refusing_frozen_draws(callee), _quiet():
             program = torch.export.export(adapter, tuple(tensors), strict=False)
             program = program.run_decompositions({})
     except CaptureError:
@@ -113,30 +115,53 @@ class Adapter(nn.Module):
     @property
     def output_structure(self) -> Structure:
         """The structure of what the last call returned."""
-        return self._seen.structures[-1]
+        return self._seen.structure
+
+    @property
+    def assigned(self) -> list[str]:
+        """Attributes of modules that the last call assigned, other than buffers."""
+        return self._seen.assigned
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Call the callee with these tensors in their places."""
         args, kwargs = unflatten_inputs(self._structure, tensors)
-        with AutocastState.entered(self._autocast), assignments_followed(self.callee):
+        assignments = Assignments(self.callee)
+        with AutocastState.entered(self._autocast):
             result = self.callee.traced(*args, **kwargs)
+        self._refuse_changed_containers(args, kwargs, tensors)
         results, structure = flatten_output(result)
-        self._seen.structures[:] = [structure]
+        results, self._seen.assigned = assignments.settle(results)
+        self._seen.structure = structure
         return tuple(results)
 
-    def eager(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """What the callee returns, with copies in place of the buffers that it may write."""
+    def _refuse_changed_containers(
+        self, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]
+    ) -> None:
+        now, structure = flatten_inputs(args, kwargs)
+        if structure != self._structure or not all(map(operator.is_, now, tensors)):
+            raise CaptureError(
+                f"{self.callee.name} ({self.callee.location}) changes a list or dict that it is given; "
+                "a plan cannot do that to the caller's own. Return the new values instead"
+            )
+
+    def eager(
+        self, tensors: Sequence[torch.Tensor], *, copy_parameters: bool = False
+    ) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+        """What the callee returns, and its buffers afterwards: it runs on copies of them."""
         copies = {name: buffer.clone() for name, buffer in self.named_buffers()}
+        replaced = dict(copies)
+        if copy_parameters:
+            replaced |= {name: p.detach().clone() for name, p in self.named_parameters()}
         with torch.no_grad():
-            result: tuple[torch.Tensor, ...] = torch.func.functional_call(self, copies, tuple(tensors))
-        return result
+            result: tuple[torch.Tensor, ...] = torch.func.functional_call(self, replaced, tuple(tensors))
+        return result, copies
 
 
 class _Seen:
-    """Structures of results, in an object that torch.export does not look into."""
+    """What was seen of the last call, in an object that torch.export does not look into."""
 
-    def __init__(self) -> None:
-        self.structures: list[Structure] = []
+    structure: Structure
+    assigned: list[str]
 
 
 def _normalised(adapter: Adapter, program: torch.export.ExportedProgram) -> Captured:
@@ -154,11 +179,13 @@ def _normalised(adapter: Adapter, program: torch.export.ExportedProgram) -> Capt
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
             assert spec.target is not None
             constants[name] = _source(adapter, program, spec.target)
+            _refuse_lost_parameter(adapter, constants[name])
             by_target[spec.target] = name
         else:
             raise CaptureError(
-                f"the graph has an input of kind {spec.kind.name} ({spec.target}), which is not "
-                "supported: keep tokens and custom objects out of forward"
+                f"{adapter.callee.name} ({adapter.callee.location}) uses {spec.target or name!r}, a "
+                f"{spec.kind.name}, in its forward; only tensors are supported: keep generators, "
+                "tokens and custom objects out of it"
             )
 
     output = graph.output_node()
@@ -171,7 +198,11 @@ def _normalised(adapter: Adapter, program: torch.export.ExportedProgram) -> Capt
         elif spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION):
             writes.append((placeholders[by_target[spec.target]], value))
         elif spec.kind is not OutputKind.TOKEN:
-            raise CaptureError(f"the graph has an output of kind {spec.kind.name}: not supported")
+            raise CaptureError(
+                f"{adapter.callee.name} ({adapter.callee.location}) writes {spec.target!r} "
+                f"({spec.kind.name}) in its forward; only buffers and inputs may be written: make it a "
+                "buffer, or leave out what writes it (such as max_norm of an embedding)"
+            )
     with graph.inserting_before(output):
         for target, value in writes:
             node = graph.call_function(torch.ops.aten.copy_.default, (target, value))
@@ -198,6 +229,17 @@ def _source(adapter: Adapter, program: torch.export.ExportedProgram, target: str
         if key in table:
             return Source(table, key, target.removeprefix("model."), target)
     return Source({key: program.constants[target]}, key, target, target)
+
+
+def _refuse_lost_parameter(adapter: Adapter, source: Source) -> None:
+    """CaptureError for a parameter of a module that was not found: its changes would go unseen."""
+    tensor = source.tensor()
+    if "lifted_tensor" in source.key and tensor is not None and tensor.requires_grad:
+        raise CaptureError(
+            f"{adapter.callee.name} ({adapter.callee.location}) uses a parameter of shape "
+            f"{tuple(tensor.shape)} whose module could not be found from the function; compile a "
+            "method of that module, or a function that names the module directly"
+        )
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy
 import torch
+from torch import nn
 
 from torch_nimble.capture.callee import Callee
 from torch_nimble.errors import CaptureError
@@ -49,42 +50,66 @@ def refusing_frozen_draws(callee: Callee) -> Iterator[None]:
                 )
 
 
-@contextlib.contextmanager
-def assignments_followed(callee: Callee) -> Iterator[None]:
-    """What the code inside assigns to attributes of modules becomes visible to a graph, or is refused.
+class Assignments:
+    """What a call assigns to attributes of modules, made visible to a graph, or refused.
 
     A buffer that is assigned anew (`self.total = self.total + x`) is written in place instead, which
-    a graph can record. A number that is counted up on the Python side cannot be: CaptureError.
+    a graph can record. A number that is counted up on the Python side cannot be: CaptureError. Other
+    attributes that were assigned are named, so that their influence can be looked at.
     """
-    modules = list(dict.fromkeys(m for root in callee.modules.values() for m in root.modules()))
-    buffers = [(m._buffers, name, b) for m in modules for name, b in m._buffers.items()]
-    values = [
-        (module, name, value)
-        for module in modules
-        for name, value in vars(module).items()
-        if isinstance(value, _COUNTED)
-    ]
-    yield
-    for module, name, old in values:
-        new = vars(module).get(name)
-        if isinstance(new, _COUNTED) and new != old:
+
+    def __init__(self, callee: Callee) -> None:
+        self._callee = callee
+        self._modules = list(
+            dict.fromkeys(m for root in callee.modules.values() for m in root.modules())
+        )
+        self._attributes = [dict(vars(module)) for module in self._modules]
+        self._buffers = [(m._buffers, n, b) for m in self._modules for n, b in m._buffers.items()]
+
+    def settle(self, results: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[str]]:
+        """The results, copied where a buffer's new value would overwrite them; other names assigned."""
+        self._refuse_counting()
+        assigned = [entry for entry in self._buffers if entry[0].get(entry[1]) is not entry[2]]
+        memory = {_storage(old) for _, _, old in assigned if old is not None}
+        results = [r.clone() if _storage(r) in memory else r for r in results]
+        for table, name, old in assigned:
+            new = table.get(name)
+            if old is None or new is None or (new.shape, new.dtype) != (old.shape, old.dtype):
+                raise CaptureError(
+                    f"{self._where()} assigns another kind of tensor to the buffer {name!r} in its "
+                    "forward; give the buffer its shape and dtype before, and keep them"
+                )
+            old.copy_(new)
+            table[name] = old
+        return results, [f"{type(m).__name__}.{name}" for m, name, _, _ in self._changes()]
+
+    def _changes(self) -> Iterator[tuple[nn.Module, str, object, object]]:
+        for module, before in zip(self._modules, self._attributes, strict=True):
+            for name, new in vars(module).items():
+                if new is not before.get(name):
+                    yield module, name, before.get(name), new
+
+    def _refuse_counting(self) -> None:
+        counted = [
+            (module, name, old, new)
+            for module, name, old, new in self._changes()
+            if isinstance(old, _COUNTED) and isinstance(new, _COUNTED) and old != new
+        ]
+        for module, name, old, _ in counted:
             vars(module)[name] = old
+        for module, name, old, new in counted:
             raise CaptureError(
-                f"{callee.name} ({callee.location}) changes the attribute {name!r} of a "
-                f"{type(module).__name__} from {old!r} to {new!r} in its forward; a plan cannot update "
-                "Python values. Keep it in a buffer, or change it outside of forward"
+                f"{self._where()} changes the attribute {name!r} of a {type(module).__name__} from "
+                f"{old!r} to {new!r} in its forward; a plan cannot update Python values. Keep it in a "
+                "buffer, or change it outside of forward"
             )
-    for table, name, buffer in buffers:
-        assigned = table.get(name)
-        if assigned is buffer or buffer is None:
-            continue
-        if assigned is None or (assigned.shape, assigned.dtype) != (buffer.shape, buffer.dtype):
-            raise CaptureError(
-                f"{callee.name} ({callee.location}) assigns another kind of tensor to the buffer "
-                f"{name!r} in its forward; keep the buffer's shape and dtype"
-            )
-        buffer.copy_(assigned)
-        table[name] = buffer
+
+    def _where(self) -> str:
+        return f"{self._callee.name} ({self._callee.location})"
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 def examples(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -24,7 +24,7 @@ from torch_nimble.execute.codegen import Compiled, compile_plan
 from torch_nimble.execute.threads import default_intra_threads_kept
 from torch_nimble.lower import Lowered
 from torch_nimble.plans import Plan
-from torch_nimble.schedule import Span, verify
+from torch_nimble.schedule import verify
 
 Tensor = torch.Tensor
 
@@ -42,22 +42,32 @@ class CpuExecutable:
         self.intra_threads = intra_threads
         self.lowered = lowered
         self.spans: dict[str, tuple[float, float]] = {}
-        self._code = compile_plan(lowered.program, plan, timed=timed)
+        self._constants: dict[str, Tensor] = {}
+        self._timed = timed
+        self._assemble()
+
+    def _assemble(self) -> None:
+        """Code and threads of their own: those of an abandoned team must not touch the next one's."""
+        self._code = compile_plan(self.lowered.program, self.plan, timed=self._timed)
         self._code.namespace.update(
             nimble__halt=(),
             nimble__Halted=Halted,
             nimble__spans=self.spans,
             nimble__now=time.perf_counter,
         )
-        self._team = _Team(self._code, intra_threads) if len(self._code.streams) > 1 else None
+        several = len(self._code.streams) > 1
+        self._team = _Team(self._code, self.intra_threads) if several else None
 
     def bind(self, constants: Mapping[str, Tensor]) -> None:
         """Use these tensors as the program's constants and state from the next run on."""
-        program = self.lowered.program
-        self._code.namespace.update({name: constants[name] for name in program.constants})
+        self._constants = {name: constants[name] for name in self.lowered.program.constants}
+        self._code.namespace.update(self._constants)
 
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """One pass over the plan. `inputs` have the layouts of the program's input slots."""
+        if self._team is not None and self._team.abandoned:
+            self._assemble()
+            self._code.namespace.update(self._constants)
         code = self._code
         box: list[Any] = [None] * code.box_size
         for slot, tensor in zip(code.input_slots, inputs, strict=True):
@@ -65,8 +75,6 @@ class CpuExecutable:
         try:
             code.begin(box)
             if self._team is not None:
-                if self._team.abandoned:
-                    self._team = _Team(self._code, self.intra_threads)
                 self._team.run(box)
             else:
                 for stream in code.streams:
@@ -80,23 +88,12 @@ class CpuExecutable:
             outputs.append(value.clone() if output.copy else value)
         return outputs
 
-    def timeline(self) -> tuple[Span, ...]:
-        """When each task of the last run began and ended; only if made with `timed`."""
-        origin = min((start for start, _ in self.spans.values()), default=0.0)
-        return tuple(
-            Span(
-                launch.task,
-                launch.stream,
-                (self.spans[launch.task][0] - origin) * 1e6,
-                (self.spans[launch.task][1] - origin) * 1e6,
-            )
-            for launch in self.plan.launches
-        )
-
     def close(self) -> None:
         """End the threads. The executable cannot be run afterwards."""
         if self._team is not None:
             self._team.close()
+        self._constants.clear()
+        self._code.namespace.clear()  # code and namespace refer to each other
 
     def _annotate(self, error: BaseException) -> None:
         traceback = error.__traceback__

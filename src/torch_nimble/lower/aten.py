@@ -341,7 +341,9 @@ def _is_same(one: Any, other: Any) -> bool:
     """Whether two values are the same view of the same memory."""
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return False
-    looks = [(t.shape, t.stride(), t.storage_offset(), t.dtype, t.is_conj()) for t in (one, other)]
+    looks = [
+        (t.shape, t.stride(), t.storage_offset(), t.dtype, t.is_conj(), t.is_neg()) for t in (one, other)
+    ]
     return _storage(one) == _storage(other) and looks[0] == looks[1]
 
 
@@ -373,4 +375,6 @@ def _draws_random(node: fx.Node) -> bool:
     if node.target is _aten.scaled_dot_product_attention.default:
         probability = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
         return bool(probability != 0.0)
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return True  # it may draw inside
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())

@@ -17,11 +17,15 @@ _aten = torch.ops.aten
 _CONVOLUTIONS = frozenset(
     [_aten.conv2d.default, _aten.conv2d.padding, _aten.conv_transpose2d.input, _aten.convolution.default]
 )
+# What they return depends on how memory is laid out.
+_LAYOUT_READERS = frozenset([_aten.as_strided.default, _aten.view.dtype, _aten.view_as_complex.default])
 _VIEWS = frozenset([_aten.view.default, _aten._unsafe_view.default])
 
 
 def use_channels_last(graph: fx.Graph, constants: frozenset[str]) -> int:
     """Lay out every convolution with constant weights as channels-last; how many there are."""
+    if any(node.target in _LAYOUT_READERS for node in graph.nodes):
+        return 0
     changed = 0
     for node in list(graph.nodes):
         if node.target in _CONVOLUTIONS and _has_images(node):
