@@ -144,9 +144,9 @@ def test_model_that_mixes_rows_runs_eagerly_and_says_so() -> None:
 
     with nimble.compile(centred, (torch.randn(4, 3),), batch_sizes=[4]) as fast:
         x = torch.randn(3, 3)
-        assert_close(fast(x), centred(x))
         with pytest.warns(nimble.NimbleWarning, match="influence each other"):
             assert_close(fast(x), centred(x))
+        assert_close(fast(x), centred(x))
         assert_close(fast(torch.ones(4, 3) * 2), torch.zeros(4, 3))
         assert "influence each other" in fallbacks(fast)[0]["reason"]
 

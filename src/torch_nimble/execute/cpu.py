@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from torch_nimble.execute.codegen import Compiled, compile_plan
-from torch_nimble.execute.threads import default_intra_threads_kept
+from torch_nimble.execute.threads import default_intra_threads_kept, set_own_intra_threads
 from torch_nimble.lower import Lowered
 from torch_nimble.plans import Plan
 from torch_nimble.schedule import verify
@@ -214,7 +214,7 @@ def _serve(
     intra_threads: int,
 ) -> None:
     """The life of a thread: it holds no strong reference to its team while it waits."""
-    torch.set_num_threads(intra_threads)
+    set_own_intra_threads(intra_threads)
     done.release()
     while True:
         go.acquire()

@@ -12,6 +12,18 @@ import torch
 T = TypeVar("T")
 
 
+def set_own_intra_threads(count: int) -> None:
+    """Give the calling thread so many intra-operator threads, for good.
+
+    At its first parallel operator a thread takes over the process's default, whatever it was set to
+    before; asking for the count makes that happen now, so that what is set afterwards stays. A thread
+    with a pool that it does not need slows down every other one: with more threads than cores, OpenMP
+    stops spinning and puts all of them to sleep between operators.
+    """
+    torch.get_num_threads()
+    torch.set_num_threads(count)
+
+
 def with_intra_threads(count: int, work: Callable[[], T]) -> T:
     """What `work` returns or raises, run in a thread of its own with so many intra-operator threads."""
     results: list[T] = []
@@ -19,7 +31,7 @@ def with_intra_threads(count: int, work: Callable[[], T]) -> T:
 
     def run() -> None:
         try:
-            torch.set_num_threads(count)
+            set_own_intra_threads(count)
             with torch.no_grad():
                 results.append(work())
         except BaseException as error:
