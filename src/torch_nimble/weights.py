@@ -132,14 +132,18 @@ class ModuleWatch:
             tuple(name for name, v in table.items() if isinstance(v, _PLAIN) and name != "training")
             for table in self._tables
         ]
-        self._getters = [operator.itemgetter("training", "training", *names) for names in keys]
+        # Two keys that every module has, so that the getter returns a tuple in any case.
+        self._getters = [operator.itemgetter("_modules", "_buffers", *names) for names in keys]
         self._sizes = [len(table) for table in self._tables]
-        self._values = [get(table)[2:] for get, table in zip(self._getters, self._tables, strict=True)]
+        self._values = self._values_now()
         self._hooks = [hooks for m in self.modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._hook_keys = self._hook_keys_now()
 
     def _children_now(self) -> list[nn.Module | None]:
         return list(chain.from_iterable(map(dict.values, self._children_of)))
+
+    def _values_now(self) -> list[tuple[Any, ...]]:
+        return [get(table) for get, table in zip(self._getters, self._tables, strict=True)]
 
     def _hook_keys_now(self) -> list[int]:
         return list(chain.from_iterable(self._hooks))
@@ -152,10 +156,9 @@ class ModuleWatch:
         if self._sizes != list(map(len, self._tables)) or self._hook_keys != self._hook_keys_now():
             return False
         try:
-            values = [get(t)[2:] for get, t in zip(self._getters, self._tables, strict=True)]
+            return self._values == self._values_now()
         except KeyError:  # an attribute is gone
             return False
-        return values == self._values
 
     def training(self) -> tuple[bool, ...]:
         """The mode of every module."""
