@@ -84,7 +84,7 @@ def run_demo(name: str, rounds: int, console: Console) -> DemoAccount:
                 fast(*args, **kwargs)
 
             status.update("timing both, interleaved")
-            timings = race({"eager": eager_call, "ours": our_call}, rounds=rounds)
+            timings = race({"eager": eager_call, "ours": our_call}, rounds=rounds, settle=3)
     account = DemoAccount(
         network=network.name,
         explanation=fast.explain(),

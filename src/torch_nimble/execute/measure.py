@@ -41,17 +41,19 @@ def race(
     budget_s: float = 1.5,
     rounds: int | None = None,
     hopeless: float = math.inf,
+    settle: int = 1,
 ) -> dict[str, Timing]:
     """Time the runs in interleaved rounds (A B C, A B C, …), so that drift meets all alike.
 
-    Each timed run follows an untimed one of the same kind: cold caches, and threads of the run before
-    it that spin on for some milliseconds, would be another's doing. What `before` has for a run is
+    Each timed run follows `settle` untimed ones of the same kind: cold caches, threads that sit on the
+    wrong core, and those of the run before that spin on for some milliseconds, would be another's doing.
+    What `before` has for a run is
     called before it and not timed. Each run is made once beforehand, which also tells how many rounds
     fit the budget. A run whose best round is `hopeless` times slower than another's after a few rounds
     takes part no longer.
     """
     before = before or {}
-    warm_s = 2 * sum(_timed(run, before.get(name)) for name, run in runs.items())
+    warm_s = (1 + settle) * sum(_timed(run, before.get(name)) for name, run in runs.items())
     if rounds is None:
         fitting = int(budget_s / max(warm_s, 1e-6))
         rounds = max(ROUNDS_AT_LEAST, min(ROUNDS_AT_MOST, fitting))
@@ -60,7 +62,8 @@ def race(
         best = min((min(seconds) for seconds in taken.values() if seconds), default=math.inf)
         for name, run in runs.items():
             if done < _FAIR_ROUNDS or min(taken[name]) <= best * hopeless:
-                _timed(run, before.get(name))
+                for _ in range(settle):
+                    _timed(run, before.get(name))
                 taken[name].append(_timed(run, before.get(name)))
     return {name: Timing(tuple(seconds)) for name, seconds in taken.items()}
 
