@@ -38,6 +38,10 @@ Progress = Callable[[str], None]
 
 # A thread for each stream is cheap, but a plan with more threads than this has never won on a CPU.
 _MOST_STREAMS = 64
+# How long candidates are raced, after how many untimed runs each is timed (threads take a few to find
+# their cores), and how much slower than the best one gives up early.
+_RACE_S = 2.5
+_SETTLE = 3
 _HOPELESS = 1.5
 
 
@@ -117,7 +121,9 @@ def _prepare(
             timings = race(
                 {e.name: e.run for e in right},
                 {e.name: e.trial.restore for e in right},
+                budget_s=_RACE_S,
                 hopeless=_HOPELESS,
+                settle=_SETTLE,
             )
     if not right:
         for entrant in entrants:
