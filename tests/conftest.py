@@ -1,4 +1,4 @@
-"""Shared by all tests: fixed seeds, and which tests need a GPU."""
+"""Shared by all tests: fixed seeds."""
 
 from __future__ import annotations
 

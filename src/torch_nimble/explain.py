@@ -136,29 +136,26 @@ def _signature_parts(account: SignatureAccount) -> list[RenderableType]:
             "the model is in training mode: batch norm is not folded and dropout draws; "
             "call eval() for inference"
         )
-    table = Table(box=None, pad_edge=False)
-    for column in (
-        "candidate",
-        "streams",
-        "waits",
-        "threads each",
-        "median",
-        "spread",
-        "error",
-        "",
-    ):
-        table.add_column(column, justify="left" if column in ("candidate", "") else "right")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in ("", "candidate", "streams", "waits", "threads", "median", "spread", "error"):
+        table.add_column(
+            column, justify="left" if column in ("", "candidate") else "right", no_wrap=True
+        )
+    noted = any(c.note for c in account.candidates)
+    if noted:
+        table.add_column("note")
     for c in account.candidates:
-        timed = c.timing is not None
+        timing = c.timing
         table.add_row(
+            "→" if c.name == account.chosen else "",
             c.name,
             str(c.streams),
             str(c.waits),
             str(c.threads),
-            f"{c.timing.median_us / 1000:.2f} ms" if c.timing else "–",
-            f"{c.timing.spread:.0%}" if c.timing and len(c.timing.rounds_s) > 2 else "–",
-            f"{c.error:.1e}" if timed and c.error is not None else "–",
-            "← chosen" if c.name == account.chosen else c.note,
+            f"{timing.median_us / 1000:.2f} ms" if timing else "–",
+            f"{timing.spread:.0%}" if timing and len(timing.rounds_s) > 2 else "–",
+            f"{c.error:.1e}" if c.error is not None else "–",
+            *([c.note] if noted else []),
         )
     total = sum(account.stages_s.values())
     stages = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in account.stages_s.items())
