@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,6 +31,7 @@ from torch_nimble.errors import (
     StateError,
 )
 from torch_nimble.explain import Explanation, Fallback
+from torch_nimble.face import ModelFace
 from torch_nimble.options import Options, disabled_by_environment
 from torch_nimble.plans import Plan
 from torch_nimble.prepare import MismatchError, Progress, refused_by_model
@@ -46,33 +47,13 @@ from torch_nimble.taskgraph import TaskGraph
 from torch_nimble.tree import Node, flatten_inputs, unflatten_inputs
 from torch_nimble.weights import FoldedConstants, ModuleWatch, watch_optimizers
 
-# Methods of a module that return the module itself; on an engine they return the engine.
-_FLUENT = frozenset(
-    [
-        "apply",
-        "bfloat16",
-        "cpu",
-        "cuda",
-        "double",
-        "eval",
-        "float",
-        "half",
-        "requires_grad_",
-        "to",
-        "to_empty",
-        "train",
-        "type",
-    ]
-)
-
-
 _MISMATCH_REMEDY = (
     "eager may use another algorithm or other random numbers than the captured graph; "
     "the log of torch_nimble has the differences"
 )
 
 
-class Engine:
+class Engine(ModelFace):
     """A model with prepared plans. Call it like the model; see `compile()`.
 
     Everything that is not named here is the model's own: attributes are read and set there, and
@@ -94,7 +75,7 @@ class Engine:
     _disabled: bool
 
     def __init__(self, target: Any, options: Options, progress: Progress = lambda stage: None) -> None:
-        set_own = super().__setattr__
+        set_own = self._set_own
         callee = Callee(target)
         set_own("_callee", callee)
         set_own("_modules_watch", ModuleWatch(callee.modules.values()))
@@ -331,14 +312,14 @@ class Engine:
                 return
             self._drop_plans()
             callee = Callee(self._callee.target)
-            super().__setattr__("_callee", callee)
-            super().__setattr__("_modules_watch", ModuleWatch(callee.modules.values()))
+            self._set_own("_callee", callee)
+            self._set_own("_modules_watch", ModuleWatch(callee.modules.values()))
 
     def _drop_plans(self) -> None:
         for prepared in self._prepared.values():
             prepared.close()
         self._prepared.clear()
-        super().__setattr__("_folded", FoldedConstants())
+        self._set_own("_folded", FoldedConstants())
         self._forget_findings()
 
     def _forget_findings(self) -> None:
@@ -376,7 +357,7 @@ class Engine:
                     prepared.take_in(folded)
                 else:
                     self._prepared.pop(signature).close()
-            super().__setattr__("_folded", folded)
+            self._set_own("_folded", folded)
             self._forget_findings()
         return self
 
@@ -423,7 +404,7 @@ class Engine:
         """End threads and free plans and folded weights. The model itself is untouched."""
         with self._lock:
             self._drop_plans()
-            super().__setattr__("_closed", True)
+            self._set_own("_closed", True)
 
     def __enter__(self) -> Engine:
         return self
@@ -440,47 +421,6 @@ class Engine:
                 f"do not exist in process {os.getpid()}, a fork of it; compile the model there again"
             )
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        raise StateError("an engine cannot be copied; copy the model (.__wrapped__) and compile that")
-
-    def __copy__(self) -> NoReturn:
-        self.__deepcopy__(None)
-
-    def __reduce__(self) -> NoReturn:
-        raise StateError(
-            "an engine cannot be pickled; pickle the model (.__wrapped__) and the plan (plan.save), "
-            "and compile with plan= on the other side"
-        )
-
-    # ------------------------------------------------------------ the model's own face
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self.__wrapped__, name)
-        if name in _FLUENT and isinstance(self.__wrapped__, torch.nn.Module):
-            return _Fluent(value, self)
-        return value
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.__wrapped__, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        delattr(self.__wrapped__, name)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.__wrapped__[key]
-
-    def __len__(self) -> int:
-        return len(self.__wrapped__)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.__wrapped__)
-
-    def __bool__(self) -> bool:
-        return True
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *dir(self.__wrapped__)})
-
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{len(self._prepared)} prepared"
         return f"<torch_nimble.Engine of {self._callee.name}, {state}>"
@@ -493,14 +433,3 @@ def _level_of_caller() -> int:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
         level, frame = level + 1, frame.f_back
     return level + 1
-
-
-class _Fluent:
-    """A method of the model that returns the model; here it returns the engine instead."""
-
-    def __init__(self, method: Callable[..., Any], engine: Engine) -> None:
-        self._method, self._engine = method, engine
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        result = self._method(*args, **kwargs)
-        return self._engine if result is self._engine.__wrapped__ else result
