@@ -138,6 +138,17 @@ def test_modules_of_a_function_are_found_wherever_they_are_named(function: Any) 
     same(fast(X), function(X))
 
 
+def test_a_parameter_whose_module_cannot_be_found_is_refused() -> None:
+    """Its changes could not be followed: a plan would go on with the old weights."""
+    nested = {"deep": {"er": [nn.Linear(4, 4)]}}
+
+    def function(x: Tensor) -> Tensor:
+        return nested["deep"]["er"][0](x)
+
+    with pytest.raises(nimble.CaptureError, match="whose module could not be found"):
+        nimble.compile(function, (X,))
+
+
 def test_a_name_of_a_function_that_is_rebound_is_followed() -> None:
     factor = 2.0
     weight = torch.ones(4)

@@ -24,7 +24,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from torch_nimble.capture.callee import Callee
 from torch_nimble.capture.failure import explain_failure, refuse_dynamic
-from torch_nimble.capture.isolation import Assignments, refusing_frozen_draws
+from torch_nimble.capture.isolation import Assignments, ParametersKnown, refusing_frozen_draws
 from torch_nimble.errors import CaptureError
 from torch_nimble.tree import Node, Structure, flatten_inputs, flatten_output, unflatten_inputs
 
@@ -152,7 +152,7 @@ class Adapter(nn.Module):
         replaced = dict(copies)
         if copy_parameters:
             replaced |= {name: p.detach().clone() for name, p in self.named_parameters()}
-        with torch.no_grad():
+        with torch.no_grad(), ParametersKnown(self.callee, self.parameters()):
             result: tuple[torch.Tensor, ...] = torch.func.functional_call(self, replaced, tuple(tensors))
         return result, copies
 
@@ -179,7 +179,6 @@ def _normalised(adapter: Adapter, program: torch.export.ExportedProgram) -> Capt
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
             assert spec.target is not None
             constants[name] = _source(adapter, program, spec.target)
-            _refuse_lost_parameter(adapter, constants[name])
             by_target[spec.target] = name
         else:
             raise CaptureError(
@@ -229,17 +228,6 @@ def _source(adapter: Adapter, program: torch.export.ExportedProgram, target: str
         if key in table:
             return Source(table, key, target.removeprefix("model."), target)
     return Source({key: program.constants[target]}, key, target, target)
-
-
-def _refuse_lost_parameter(adapter: Adapter, source: Source) -> None:
-    """CaptureError for a parameter of a module that was not found: its changes would go unseen."""
-    tensor = source.tensor()
-    if "lifted_tensor" in source.key and tensor is not None and tensor.requires_grad:
-        raise CaptureError(
-            f"{adapter.callee.name} ({adapter.callee.location}) uses a parameter of shape "
-            f"{tuple(tensor.shape)} whose module could not be found from the function; compile a "
-            "method of that module, or a function that names the module directly"
-        )
 
 
 @contextlib.contextmanager

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from torch_nimble.capture.callee import Callee
 from torch_nimble.errors import CaptureError
@@ -106,6 +108,37 @@ class Assignments:
 
     def _where(self) -> str:
         return f"{self._callee.name} ({self._callee.location})"
+
+
+class ParametersKnown(TorchFunctionMode):
+    """CaptureError if the code inside uses a parameter of a module that was not found.
+
+    A graph holds only a copy or an alias of such a parameter, and its changes would go unseen.
+    torch.export does not say that a tensor it met was a parameter, so a call of the model is watched.
+    """
+
+    def __init__(self, callee: Callee, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__()
+        self._callee = callee
+        self._known = {id(parameter) for parameter in parameters}
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        named = kwargs or {}
+        for value in (*args, *named.values()):
+            for item in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(item, nn.Parameter) and id(item) not in self._known:
+                    raise CaptureError(
+                        f"{self._callee.name} ({self._callee.location}) uses a parameter of shape "
+                        f"{tuple(item.shape)} whose module could not be found from the function; "
+                        "compile a method of that module, or a function that names the module directly"
+                    )
+        return func(*args, **named)
 
 
 def _storage(tensor: torch.Tensor) -> int:
