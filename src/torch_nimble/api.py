@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from torch_nimble.capture import Adapter, AutocastState, Callee, capture
+from torch_nimble.capture import Adapter, AutocastState, Callee
+from torch_nimble.devices import device_for
 from torch_nimble.engine import Engine
 from torch_nimble.errors import InputError, OptionError
-from torch_nimble.lower import lower
+from torch_nimble.execute.autocast import autocast_off
 from torch_nimble.options import Options, Planner
 from torch_nimble.plans import Plan
 from torch_nimble.prepare import Progress
@@ -31,6 +32,8 @@ def compile(
     strict: bool = False,
     plan: Plan | str | Path | Mapping[str, Any] | None = None,
     planner: Planner | None = None,
+    static_outputs: bool = False,
+    memory_limit: int | None = None,
     progress: Progress = lambda stage: None,
 ) -> Any:
     """Make a model run by ahead-of-time, multi-stream plans.
@@ -48,6 +51,11 @@ def compile(
     plan: a plan (or its file) to run instead of choosing one; it is verified first, for every input
         signature that is prepared.
     planner: a function from TaskGraph (with measured costs) to Plan to use instead of ours.
+    static_outputs: on a GPU, return the engine's own tensors instead of copies. The next call of the
+        engine, with whatever inputs, overwrites them: copy what you keep.
+    memory_limit: on a GPU, the most bytes that a plan may take for activations, inputs, results and
+        workspaces; plans that need more do not take part. By default a plan on several streams may
+        take a third more than the plan on one, the weights counted in.
     progress: is told each stage of preparation as it begins.
     """
     options = Options.checked(
@@ -57,6 +65,8 @@ def compile(
         strict=strict,
         plan=plan,
         planner=planner,
+        static_outputs=static_outputs,
+        memory_limit=memory_limit,
     )
     if model is None:
         if args is not None or kwargs is not None:
@@ -82,5 +92,14 @@ def taskgraph(
     callee = Callee(model)
     tensors, structure = flatten_inputs(tuple(args), dict(kwargs or {}))
     callee.check_arguments(tuple(args), dict(kwargs or {}))
-    adapter = Adapter(callee, structure, AutocastState.current("cpu"))
-    return lower(capture(adapter, tensors)).graph
+    owned = (p.device for module in callee.modules.values() for p in module.parameters())
+    home = next(owned, next((tensor.device for tensor in tensors), torch.device("cpu")))
+    device = device_for(home)
+    if device is None:
+        raise InputError(
+            f"the model is on {home}, for which there is no engine; move it to a GPU or CPU"
+        )
+    adapter = Adapter(callee, structure, AutocastState.current(home.type))
+    with torch.inference_mode(False), torch.no_grad(), autocast_off(), device.running():
+        captured = device.capture(adapter, tensors)
+        return device.lowerings(adapter, tensors, captured, Options(), [])[0].graph

@@ -8,10 +8,12 @@ An engine holds one prepared plan for each input signature it has met:
 
 A call compares the signature, takes in changed weights, runs the plan, and hands out results that
 belong to the caller. What cannot be run by a plan runs eagerly, is counted, and `explain()` says so.
+On a GPU a call like the one before takes a shorter way (quick.py).
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import warnings
@@ -23,6 +25,7 @@ import torch
 
 from torch_nimble.batching import Batching
 from torch_nimble.capture import MODEL_LOCK, Adapter, AutocastState, Callee, generators_kept
+from torch_nimble.devices import Device, RefusedError, device_for
 from torch_nimble.errors import (
     CaptureError,
     FallbackError,
@@ -30,12 +33,14 @@ from torch_nimble.errors import (
     NimbleWarning,
     StateError,
 )
+from torch_nimble.execute.cuda import CudaExecutable
 from torch_nimble.explain import Explanation, Fallback
 from torch_nimble.face import ModelFace
 from torch_nimble.options import Options, disabled_by_environment
 from torch_nimble.plans import Plan
-from torch_nimble.prepare import MismatchError, Progress, refused_by_model
+from torch_nimble.prepare import Progress, refused_by_model
 from torch_nimble.prepared import Prepared
+from torch_nimble.quick import MISS, QuickCall
 from torch_nimble.signature import (
     Signature,
     check_devices,
@@ -46,11 +51,6 @@ from torch_nimble.signature import (
 from torch_nimble.taskgraph import TaskGraph
 from torch_nimble.tree import Node, flatten_inputs, unflatten_inputs
 from torch_nimble.weights import FoldedConstants, ModuleWatch, watch_optimizers
-
-_MISMATCH_REMEDY = (
-    "eager may use another algorithm or other random numbers than the captured graph; "
-    "the log of torch_nimble has the differences"
-)
 
 
 class Engine(ModelFace):
@@ -68,7 +68,9 @@ class Engine(ModelFace):
     _folded: FoldedConstants
     _fallbacks: dict[str, Fallback]
     _lock: Any
-    _refused: dict[Signature, str]
+    _refused: dict[Signature, tuple[str, str]]
+    _devices: dict[torch.device, Device | None]
+    _quick: QuickCall | None
     _batching: Batching | None
     _pid: int
     _closed: bool
@@ -87,6 +89,8 @@ class Engine(ModelFace):
         set_own("_fallbacks", {})
         set_own("_lock", MODEL_LOCK)
         set_own("_refused", {})
+        set_own("_devices", {})
+        set_own("_quick", None)
         set_own("_batching", Batching(options.batch_sizes) if options.batch_sizes else None)
         set_own("_pid", os.getpid())
         set_own("_closed", False)
@@ -97,6 +101,10 @@ class Engine(ModelFace):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model would return."""
+        if self._quick is not None:
+            result = self._quick(args, kwargs)
+            if result is not MISS:
+                return result
         if self._disabled:
             return self._callee(*args, **kwargs)
         self._check_usable()
@@ -120,7 +128,28 @@ class Engine(ModelFace):
         if reason is not None:
             self._fall_back(reason, "pass tensors that do not share memory")
             return self._eager(structure, tensors)
-        return prepared.run(tensors)
+        result = prepared.run(tensors)
+        self._remember(prepared, structure, tensors)
+        return result
+
+    def _remember(self, prepared: Prepared, structure: Node, tensors: Sequence[torch.Tensor]) -> None:
+        """Let calls like this one take the short way, where there is one."""
+        executable = prepared.choice.executable
+        if not isinstance(executable, CudaExecutable) or self._batching is not None:
+            return
+        if prepared.signature.autocast is not None or structure != flatten_inputs(tensors, {})[1]:
+            return
+        callee, modules, modes = self._callee, self._modules_watch, prepared.signature.training
+
+        def unchanged() -> bool:
+            return (
+                modules.unchanged()
+                and callee.reaches_the_same()
+                and prepared.watch.unchanged()
+                and modules.training() == modes
+            )
+
+        self._set_own("_quick", QuickCall(prepared, executable, tensors, unchanged))
 
     def _call_batched(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Any:
         batching = self._batching
@@ -181,7 +210,7 @@ class Engine(ModelFace):
         self, signature: Signature, structure: Node, tensors: Sequence[torch.Tensor]
     ) -> Prepared | None:
         if signature in self._refused:
-            self._fall_back(self._refused[signature], _MISMATCH_REMEDY)
+            self._fall_back(*self._refused[signature])
             return None
         if signature in self._prepared:  # made by another thread meanwhile
             return self._prepare(structure, tensors)
@@ -212,7 +241,7 @@ class Engine(ModelFace):
         return self._prepare(structure, tensors)
 
     def _eager(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Any:
-        args, kwargs = unflatten_inputs(structure, tensors)
+        args, kwargs = unflatten_inputs(structure, self._at_home(tensors))
         with self._lock, torch.no_grad():
             return self._callee(*args, **kwargs)
 
@@ -264,24 +293,40 @@ class Engine(ModelFace):
             if known is not None and known.watch.fits():
                 return known
             if known is not None:
-                self._prepared.pop(signature).close()
-            unsupported = self._unsupported_device(tensors)
-            if unsupported is not None:
-                self._fall_back(unsupported, "only the CPU has an engine in this version")
+                self._close(signature)
+            device = self._device(tensors)
+            if device is None:
                 return None
             adapter = Adapter(self._callee, structure, signature.autocast)
+            tensors = self._at_home(tensors)
             try:
                 prepared = Prepared(
-                    signature, adapter, tensors, self._options, self._folded, self._progress
+                    device, signature, adapter, tensors, self._options, self._folded, self._progress
                 )
             except CaptureError as error:
                 self._blame(adapter, tensors, error)
-            except MismatchError as error:
-                self._refused[signature] = f"{signature}: {error}"
-                self._fall_back(self._refused[signature], _MISMATCH_REMEDY)
+            except RefusedError as error:
+                self._refuse(signature, str(error), error.remedy)
+                return None
+            except torch.OutOfMemoryError as error:
+                self._free_unused_memory()
+                self._refuse(
+                    signature,
+                    f"the device has too little memory to prepare a plan ({str(error).split('.')[0]})",
+                    "free memory and call update_weights() to try again, or use memory_limit",
+                )
                 return None
             self._prepared[signature] = prepared
             return prepared
+
+    def _refuse(self, signature: Signature, reason: str, remedy: str) -> None:
+        """Run calls of this signature eagerly from now on, visibly."""
+        self._refused[signature] = (f"{signature}: {reason}", remedy)
+        self._fall_back(*self._refused[signature])
+
+    def _free_unused_memory(self) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
 
     def _blame(self, adapter: Adapter, tensors: Sequence[torch.Tensor], error: CaptureError) -> NoReturn:
         """Raise for a model that could not be captured; InputError if eager refuses the inputs too."""
@@ -295,10 +340,12 @@ class Engine(ModelFace):
         raise error
 
     def _signature(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Signature:
+        home = self._home(tensors)
+        kind = "cpu" if home is None else home.type
         return Signature(
             structure,
-            tensor_keys(tensors),
-            AutocastState.current("cpu"),
+            tensor_keys(tensors, home if kind == "cuda" else None),
+            AutocastState.current(kind),
             self._modules_watch.training(),
             torch.get_default_dtype(),
         )
@@ -315,7 +362,13 @@ class Engine(ModelFace):
             self._set_own("_callee", callee)
             self._set_own("_modules_watch", ModuleWatch(callee.modules.values()))
 
+    def _close(self, signature: Signature) -> None:
+        self._set_own("_quick", None)
+        self._prepared.pop(signature).close()
+
     def _drop_plans(self) -> None:
+        self._set_own("_quick", None)
+        self._devices.clear()
         for prepared in self._prepared.values():
             prepared.close()
         self._prepared.clear()
@@ -332,15 +385,45 @@ class Engine(ModelFace):
     def _check_call(self, structure: Node, tensors: Sequence[torch.Tensor]) -> None:
         args, kwargs = unflatten_inputs(structure, tensors)
         self._callee.check_arguments(tuple(args), kwargs)
-        devices = {p.device for m in self._callee.modules.values() for p in m.parameters()}
-        check_devices(structure, tensors, devices.pop() if len(devices) == 1 else None)
+        home = self._home(tensors)
+        if home is None or home.type != "cuda":
+            check_devices(structure, tensors, home if self._modules_watch.devices() else None)
 
-    def _unsupported_device(self, tensors: Sequence[torch.Tensor]) -> str | None:
-        owners = self._callee.modules.values()
-        found = {p.device.type for m in owners for p in m.parameters()}
-        found |= {tensor.device.type for tensor in tensors}
-        other = sorted(found - {"cpu"})
-        return f"the device {other[0]!r} has no engine" if other else None
+    # ------------------------------------------------------------ devices
+
+    def _home(self, tensors: Sequence[torch.Tensor]) -> torch.device | None:
+        """The device that calls run on: the model's, or its inputs' if it has none; None if several."""
+        own = self._modules_watch.devices()
+        found = own or {tensor.device for tensor in tensors}
+        gpus = {device for device in found if device.type == "cuda"}
+        if not own and len(gpus) == 1:
+            return gpus.pop()
+        return next(iter(found)) if len(found) == 1 else None
+
+    def _at_home(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Inputs moved to a GPU if that is where the model is; elsewhere they must be there already."""
+        home = self._home(tensors)
+        if home is None or home.type != "cuda":
+            return list(tensors)
+        return [tensor.to(home) for tensor in tensors]
+
+    def _device(self, tensors: Sequence[torch.Tensor]) -> Device | None:
+        """How plans are made for this call; None, and a visible fallback, if they cannot be."""
+        self._modules_watch.look_for_devices()
+        home = self._home(tensors)
+        if home is None:
+            devices = self._modules_watch.devices() or {tensor.device for tensor in tensors}
+            found = ", ".join(sorted(map(str, devices)))
+            self._fall_back(
+                f"the model's tensors lie on several devices ({found})", "move them to one device"
+            )
+            return None
+        if home not in self._devices:
+            self._devices[home] = device_for(home)
+        device = self._devices[home]
+        if device is None:
+            self._fall_back(f"the device {home.type!r} has no engine", "use a GPU or the CPU")
+        return device
 
     # ------------------------------------------------------------ weights
 
@@ -356,7 +439,7 @@ class Engine(ModelFace):
                 if prepared.watch.fits():
                     prepared.take_in(folded)
                 else:
-                    self._prepared.pop(signature).close()
+                    self._close(signature)
             self._set_own("_folded", folded)
             self._forget_findings()
         return self
@@ -388,6 +471,7 @@ class Engine(ModelFace):
             model=self._callee.name,
             disabled=self._disabled,
             closed=self._closed,
+            device=", ".join(sorted(map(str, self._devices))) or "cpu",
             signatures=tuple(prepared.account() for prepared in list(self._prepared.values())),
             fallbacks=tuple(self._fallbacks.values()),
         )

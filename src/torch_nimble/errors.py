@@ -21,6 +21,10 @@ class CaptureError(NimbleError, RuntimeError):
     """The model cannot be turned into a static graph."""
 
 
+class LoweringError(NimbleError, RuntimeError):
+    """A captured graph cannot be turned into tasks by this lowering; another one may do."""
+
+
 class GraphError(NimbleError, ValueError):
     """A task graph is malformed: a cycle, an unknown name, a missing field, a bad cost."""
 

@@ -26,6 +26,8 @@ class Options:
     strict: bool = False
     plan: Plan | None = None
     planner: Planner | None = None
+    static_outputs: bool = False
+    memory_limit: int | None = None
 
     @classmethod
     def checked(
@@ -37,6 +39,8 @@ class Options:
         strict: bool = False,
         plan: Plan | str | Path | Mapping[str, Any] | None = None,
         planner: Planner | None = None,
+        static_outputs: bool = False,
+        memory_limit: int | None = None,
     ) -> Options:
         """The options, or OptionError with the value that is wrong and the values that are not."""
         if on_new_shape not in get_args(OnNewShape):
@@ -55,6 +59,10 @@ class Options:
                 f"batch_sizes has {len(sizes)} sizes, but max_graphs allows only {max_graphs} plans; "
                 "raise max_graphs or give fewer sizes"
             )
+        if memory_limit is not None and (
+            isinstance(memory_limit, bool) or not isinstance(memory_limit, int) or memory_limit < 0
+        ):
+            raise OptionError(f"memory_limit is {memory_limit!r}; it must be a number of bytes")
         if plan is not None and planner is not None:
             raise OptionError("plan= and planner= exclude each other; give one of them")
         if planner is not None and not callable(planner):
@@ -65,7 +73,16 @@ class Options:
             plan = Plan.load(plan)
         elif plan is not None and not isinstance(plan, Plan):
             raise OptionError(f"plan is {plan!r}; it must be a Plan, a path to one, or its JSON object")
-        return cls(on_new_shape, max_graphs, sizes, bool(strict), plan, planner)  # type: ignore[arg-type]
+        return cls(
+            on_new_shape,  # type: ignore[arg-type]
+            max_graphs,
+            sizes,
+            bool(strict),
+            plan,
+            planner,
+            bool(static_outputs),
+            memory_limit,
+        )
 
 
 def disabled_by_environment() -> bool:

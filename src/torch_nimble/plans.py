@@ -47,13 +47,15 @@ class GraphFacts:
 class Plan:
     """Launches in order, by which planner, and facts about the graph they were made for.
 
-    `layout` is that of the graph: a network with convolutions has two lowerings.
+    `layout` is that of the graph: a network with convolutions has two lowerings. On a GPU the tasks of
+    the streams in `high_priority` go first where two are ready and there is room for one.
     """
 
     launches: tuple[Launch, ...]
     planner: str = "custom"
     facts: GraphFacts | None = None
     layout: Layout = "as captured"
+    high_priority: frozenset[int] = frozenset()
 
     @property
     def streams(self) -> int:
@@ -93,6 +95,7 @@ class Plan:
             **facts,
             "streams": self.streams,
             "waits": self.waits,
+            **({"high_priority": sorted(self.high_priority)} if self.high_priority else {}),
             "plan": [_launch_to_dict(launch) for launch in self.launches],
         }
 
@@ -107,7 +110,8 @@ class Plan:
             )
         launches = tuple(_launch_from_dict(entry, i) for i, entry in enumerate(data["plan"]))
         planner = str(data.get("planner", "custom"))
-        return cls(launches, planner, _facts_from_dict(data), layout_of(data, PlanError))
+        facts, layout = _facts_from_dict(data), layout_of(data, PlanError)
+        return cls(launches, planner, facts, layout, _high_priority_from_dict(data))
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
@@ -139,6 +143,15 @@ def _facts_from_dict(data: Mapping[str, Any]) -> GraphFacts | None:
                 f"the plan's field {name!r} is {data[name]!r}, which is no {allowed[0].__name__}"
             )
     return GraphFacts(**{name: data[name] for name in types})
+
+
+def _high_priority_from_dict(data: Mapping[str, Any]) -> frozenset[int]:
+    streams = data.get("high_priority", [])
+    if not isinstance(streams, list):
+        raise PlanError(f"the plan's field 'high_priority' is {streams!r}, not a list of streams")
+    for stream in streams:
+        check_stream("high_priority", stream)
+    return frozenset(streams)
 
 
 def _launch_to_dict(launch: Launch) -> dict[str, Any]:

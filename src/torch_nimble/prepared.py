@@ -9,15 +9,16 @@ from typing import Any
 import torch
 
 from torch_nimble.capture import Adapter
+from torch_nimble.devices import Device
 from torch_nimble.errors import StateError
-from torch_nimble.execute.cpu import autocast_off
+from torch_nimble.execute.autocast import autocast_off
 from torch_nimble.explain import SignatureAccount
 from torch_nimble.options import Options
 from torch_nimble.prepare import Choice, Progress, prepare
 from torch_nimble.regions import Region, disjoint
 from torch_nimble.schedule import critical_path
 from torch_nimble.signature import Signature
-from torch_nimble.tree import unflatten_output
+from torch_nimble.tree import Structure, unflatten_output
 from torch_nimble.weights import FoldedConstants, Watch
 
 
@@ -26,6 +27,7 @@ class Prepared:
 
     def __init__(
         self,
+        device: Device,
         signature: Signature,
         adapter: Adapter,
         tensors: Sequence[torch.Tensor],
@@ -34,14 +36,15 @@ class Prepared:
         progress: Progress,
     ) -> None:
         self.signature = signature
-        self.choice: Choice = prepare(adapter, tensors, options, folded, progress)
+        self.device = device
+        self.choice: Choice = prepare(device, adapter, tensors, options, folded, progress)
         self._program = self.choice.lowered.program
         self._modules = [m for root in adapter.callee.modules.values() for m in root.modules()]
-        self._lock = threading.Lock()
+        self._lock = device.lock or threading.Lock()
         self._written = [i for i, slot in enumerate(self._program.inputs) if slot.mutated]
         self.watch = self._watch_now()
         self.calls = 0
-        self._closed = False
+        self.closed = False
 
     def _watch_now(self) -> Watch:
         return Watch(self._program.sources, self._program.state, self._modules)
@@ -53,20 +56,17 @@ class Prepared:
 
     def run(self, tensors: Sequence[torch.Tensor]) -> Any:
         """One call: the result in the model's own structure, its tensors the caller's to keep."""
-        slots = self._program.inputs
-        inputs = [
-            t if t.stride() == slot.strides else _relaid(t, slot.strides)
-            for t, slot in zip(tensors, slots, strict=True)
-        ]
-        with self._lock, torch.no_grad(), autocast_off():
-            if self._closed:
+        with self._lock, torch.no_grad(), autocast_off(), self.device.running():
+            if self.closed:
                 raise StateError("the engine was closed while this call waited for its turn")
             self.calls += 1
-            results = self.choice.executable.run(inputs)
-            for i in self._written:
-                if inputs[i] is not tensors[i]:
-                    tensors[i].copy_(inputs[i])
-        return unflatten_output(self._program.output_structure, results)
+            results = self.choice.executable.call(tensors)
+        return unflatten_output(self.output_structure, results)
+
+    @property
+    def output_structure(self) -> Structure:
+        """What the results are put into."""
+        return self._program.output_structure
 
     def refusal(self, tensors: Sequence[torch.Tensor]) -> str | None:
         """Why this call must not be run by the plan: written memory that an input shares."""
@@ -92,13 +92,14 @@ class Prepared:
         """Use the model's present weights from the next call on."""
         constants = folded.evaluate(self._program)
         with self._lock:
-            self.choice.executable.bind(constants)
+            self.choice.executable.rebind(constants)
+            folded.adopt(self._program, self.choice.executable.constants)
             self.watch = self._watch_now()
 
     def close(self) -> None:
         """End the threads, after a call that is under way."""
         with self._lock:
-            self._closed = True
+            self.closed = True
             self.choice.executable.close()
 
     def account(self) -> SignatureAccount:
@@ -107,6 +108,7 @@ class Prepared:
         assert plan.facts is not None
         return SignatureAccount(
             inputs=str(self.signature),
+            device=str(self.device.device),
             training=any(self.signature.training),
             calls=self.calls,
             facts=plan.facts,
@@ -117,6 +119,8 @@ class Prepared:
             candidates=self.choice.candidates,
             passes=dict(self.choice.lowered.passes),
             stages_s=self.choice.stages_s,
+            memory_bytes=self.choice.memory_bytes,
+            notes=self.device.notes(),
         )
 
 
@@ -129,9 +133,3 @@ def _memory(tensor: torch.Tensor) -> Region:
         tuple(stride * size for stride in tensor.stride()),
         size,
     )
-
-
-def _relaid(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """A copy in the layout that the plan was made for."""
-    made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
-    return made.copy_(tensor)

@@ -38,9 +38,11 @@ class Signature:
         return ", ".join(shapes) + (f" ({', '.join(modes)})" if modes else "")
 
 
-def tensor_keys(tensors: Sequence[torch.Tensor]) -> tuple[TensorKey, ...]:
-    """Shape, dtype and device of each."""
-    return tuple((tuple(t.shape), t.dtype, t.device) for t in tensors)
+def tensor_keys(
+    tensors: Sequence[torch.Tensor], home: torch.device | None = None
+) -> tuple[TensorKey, ...]:
+    """Shape, dtype and device of each; the device is `home` if they are to be moved there."""
+    return tuple((tuple(t.shape), t.dtype, home or t.device) for t in tensors)
 
 
 def check_tensors(structure: Node, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from torch_nimble.capture import Source
+from torch_nimble.capture import MODEL_LOCK, Source
 from torch_nimble.lower import Program, Ref
 
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
@@ -58,17 +58,22 @@ class FoldedConstants:
         """The same number for the same expression: nested keys would be hashed again and again."""
         return self._numbers.setdefault(expression, len(self._numbers))
 
-    def evaluate(self, program: Program) -> dict[str, torch.Tensor]:
-        """All constants of a program by name."""
-        values: dict[str, Any] = {}
-        keys: dict[str, Any] = {}
-        for name, source in program.sources.items():
-            values[name] = source.tensor()
-            keys[name] = self._number((id(source.table), source.key, _identity(values[name])))
-        calls = {call.name: call for call in program.folding}
-        for call in calls.values():
+    def _keys(self, program: Program) -> dict[str, int]:
+        """The number of every constant as it is now: it changes when a source of it does."""
+        keys = {
+            name: self._number((id(source.table), source.key, _identity(source.tensor())))
+            for name, source in program.sources.items()
+        }
+        for call in program.folding:
             args, kwargs = _key(call.args, keys), _key(tuple(call.kwargs.items()), keys)
             keys[call.name] = self._number((call.target, args, kwargs))
+        return keys
+
+    def evaluate(self, program: Program) -> dict[str, torch.Tensor]:
+        """All constants of a program by name."""
+        values: dict[str, Any] = {name: source.tensor() for name, source in program.sources.items()}
+        keys = self._keys(program)
+        calls = {call.name: call for call in program.folding}
         needed = set()
         for name in program.constants:
             known = self._values.get(keys[name])
@@ -87,6 +92,17 @@ class FoldedConstants:
                     values[name] = call.target(*_resolved(call.args, values), **kwargs)
         self._values.update({keys[name]: values[name] for name in missing})
         return {name: values[name] for name in program.constants}
+
+    def adopt(self, program: Program, values: Mapping[str, torch.Tensor]) -> None:
+        """These tensors hold the program's folded values now; plans made later shall share them."""
+        held = {id(tensor) for tensor in values.values()}
+        for key, tensor in list(self._values.items()):
+            if id(tensor) in held:
+                del self._values[key]
+        keys = self._keys(program)
+        for call in program.folding:
+            if call.name in values:
+                self._values[keys[call.name]] = values[call.name]
 
 
 def _identity(tensor: torch.Tensor | None) -> Any:
@@ -138,6 +154,8 @@ class ModuleWatch:
         self._values = self._values_now()
         self._hooks = [hooks for m in self.modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._hook_keys = self._hook_keys_now()
+        self._first: tuple[dict[str, Any], str] | None = None
+        self.look_for_devices()
 
     def _children_now(self) -> list[nn.Module | None]:
         return list(chain.from_iterable(map(dict.values, self._children_of)))
@@ -159,6 +177,28 @@ class ModuleWatch:
             return self._values == self._values_now()
         except KeyError:  # an attribute is gone
             return False
+
+    def devices(self) -> frozenset[torch.device]:
+        """Where the tensors of the modules lie; looked for anew when the first of them has moved."""
+        if self._first is not None:
+            table, key = self._first
+            tensor = table.get(key)
+            if tensor is None or tensor.device not in self._devices:
+                with MODEL_LOCK:  # a capture puts other tensors there for a while
+                    self.look_for_devices()
+        return self._devices
+
+    def look_for_devices(self) -> None:
+        """Go through all tensors."""
+        found = {
+            (id(table), key): (table, key, tensor.device)
+            for module in self.modules
+            for table in (module._parameters, module._buffers)
+            for key, tensor in table.items()
+            if tensor is not None
+        }
+        self._first = next(((table, key) for table, key, _ in found.values()), None)
+        self._devices = frozenset(device for _, _, device in found.values())
 
     def training(self) -> tuple[bool, ...]:
         """The mode of every module."""

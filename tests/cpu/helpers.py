@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import torch_nimble as nimble
-import torch_nimble.prepare
+import torch_nimble.devices.cpu
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -140,18 +140,18 @@ def captured_once() -> Iterator[None]:
     Only for engines of the same model and the same inputs, the model in the same modes.
     """
     taken: list[Any] = []
-    real = torch_nimble.prepare.capture
+    real = torch_nimble.devices.cpu.capture
 
     def capture(*args: Any) -> Any:
         if not taken:
             taken.append(real(*args))
         return taken[0]
 
-    torch_nimble.prepare.capture = capture
+    torch_nimble.devices.cpu.capture = capture
     try:
         yield
     finally:
-        torch_nimble.prepare.capture = real
+        torch_nimble.devices.cpu.capture = real
 
 
 def assert_matches_eager(

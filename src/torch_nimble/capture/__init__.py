@@ -9,7 +9,7 @@ from torch_nimble.capture.inference import (
     Source,
     capture,
 )
-from torch_nimble.capture.isolation import examples, generators_kept
+from torch_nimble.capture.isolation import TorchGenerators, examples, generators_kept
 
 __all__ = [
     "MODEL_LOCK",
@@ -18,6 +18,7 @@ __all__ = [
     "Callee",
     "Captured",
     "Source",
+    "TorchGenerators",
     "capture",
     "examples",
     "generators_kept",

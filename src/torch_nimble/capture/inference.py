@@ -83,19 +83,44 @@ class AutocastState:
         return torch.autocast(state.device_type, state.dtype)
 
 
-def capture(adapter: Adapter, tensors: Sequence[torch.Tensor]) -> Captured:
-    """The graph of one call. Leaves the model, the inputs and all random generators as they were."""
+def capture(adapter: Adapter, tensors: Sequence[torch.Tensor], *, functional: bool = True) -> Captured:
+    """The graph of one call. Leaves the model, the inputs and all random generators as they were.
+
+    A compiler that makes graphs functional itself does not need it done here, which takes more than
+    half of the time: unless `functional` is asked for, operators may write values of the graph's own.
+    """
     callee = adapter.callee
     try:
         with MODEL_LOCK, refusing_frozen_draws(callee), _quiet():
             program = torch.export.export(adapter, tuple(tensors), strict=False)
-            program = program.run_decompositions({})
+            if functional or not _writes_only_its_own(program.graph):
+                program = program.run_decompositions({})
     except CaptureError:
         raise
     except Exception as reason:
         raise explain_failure(callee, reason) from reason
     refuse_dynamic(callee, program.graph)
     return _normalised(adapter, program)
+
+
+def _writes_only_its_own(graph: fx.Graph) -> bool:
+    """Whether no operator writes memory that was there before, and none hides what it does."""
+    made_here: dict[Any, bool] = {}
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        schema = getattr(node.target, "_schema", None)
+        if schema is None and node.target is not operator.getitem:
+            return False
+        base = made_here.get(node.args[0], False) if node.args else False
+        if schema is None:
+            made_here[node] = base
+            continue
+        if any(argument.is_write for argument in schema.arguments) and not base:
+            return False
+        # What may be a view of its first argument is of the graph's own making only if that is.
+        made_here[node] = base or all(result.alias_info is None for result in schema.returns)
+    return True
 
 
 class Adapter(nn.Module):

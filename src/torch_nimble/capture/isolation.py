@@ -25,13 +25,29 @@ _COUNTED = (bool, int, float, str)
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
     """The random generators of torch, Python and numpy afterwards as they were before."""
-    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    torch_states = TorchGenerators()
+    states = random.getstate(), numpy.random.get_state()
     try:
         yield
     finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        numpy.random.set_state(states[2])
+        torch_states.restore()
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+
+
+class TorchGenerators:
+    """The states of torch's default generators, of the CPU and of every GPU in use."""
+
+    def __init__(self) -> None:
+        self._cpu = torch.get_rng_state()
+        in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._cuda = torch.cuda.get_rng_state_all() if in_use else []
+
+    def restore(self) -> None:
+        """Put all generators back to where they were."""
+        torch.set_rng_state(self._cpu)
+        if self._cuda:
+            torch.cuda.set_rng_state_all(self._cuda)
 
 
 @contextlib.contextmanager

@@ -88,6 +88,28 @@ class CpuExecutable:
             outputs.append(value.clone() if output.copy else value)
         return outputs
 
+    def call(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """One pass over the caller's tensors; those that lie otherwise are copied, and copied back."""
+        slots = self.lowered.program.inputs
+        inputs = [
+            t if t.stride() == slot.strides else _relaid(t, slot.strides)
+            for t, slot in zip(tensors, slots, strict=True)
+        ]
+        results = self.run(inputs)
+        for slot, tensor, used in zip(slots, tensors, inputs, strict=True):
+            if slot.mutated and used is not tensor:
+                tensor.copy_(used)
+        return results
+
+    def rebind(self, constants: Mapping[str, Tensor]) -> None:
+        """Use these tensors as the program's constants from the next run on."""
+        self.bind(constants)
+
+    @property
+    def constants(self) -> Mapping[str, Tensor]:
+        """The constants in use."""
+        return self._constants
+
     def close(self) -> None:
         """End the threads. The executable cannot be run afterwards."""
         if self._team is not None:
@@ -198,6 +220,12 @@ class _Team:
         self.close()
 
 
+def _relaid(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """A copy in the layout that the plan was made for."""
+    made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor)
+
+
 def _taken() -> threading.Lock:
     lock = threading.Lock()
     lock.acquire()
@@ -229,10 +257,3 @@ def _end(go: list[threading.Lock]) -> None:
     for lock in go:
         with contextlib.suppress(RuntimeError):  # released already, and not taken yet
             lock.release()
-
-
-def autocast_off() -> contextlib.AbstractContextManager[Any]:
-    """A context without autocast: its casts are part of the captured graph already."""
-    if torch.is_autocast_enabled("cpu"):
-        return torch.autocast("cpu", enabled=False)
-    return contextlib.nullcontext()

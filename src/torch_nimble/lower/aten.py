@@ -10,27 +10,33 @@ operator that draws random numbers writes the generator.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map_only
 
 from torch_nimble.capture import Captured
 from torch_nimble.capture.failure import origin
+from torch_nimble.errors import LoweringError
+from torch_nimble.lower.constants import FOLD_FREELY_BYTES
+from torch_nimble.lower.observe import (
+    Copied,
+    draws_random,
+    mutated_arguments,
+    nbytes,
+    observe,
+    region_of,
+    storage_of,
+    tensors_in,
+)
 from torch_nimble.lower.passes import run_passes
-from torch_nimble.lower.program import Call, InputSlot, Output, Program, Ref
+from torch_nimble.lower.program import GENERATOR, Call, InputSlot, Output, Program, Ref
 from torch_nimble.regions import Region
 from torch_nimble.taskgraph import Buffer, BufferKind, Layout, Task, TaskGraph
 
 _aten = torch.ops.aten
-GENERATOR = "generator"
-
-# Folding may trade memory for time, but not without bound (an expanded mask, say).
-_FOLD_FREELY_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,13 +48,21 @@ class Lowered:
     passes: Mapping[str, int]
 
 
-def lower(captured: Captured, layout: Layout = "as captured") -> Lowered:
-    """Tasks of a captured graph; the captured graph itself is not changed."""
+def lower(
+    captured: Captured, layout: Layout = "as captured", device: torch.device | None = None
+) -> Lowered:
+    """Tasks of a captured graph; the captured graph itself is not changed.
+
+    With `device`, LoweringError if an operator works elsewhere.
+    """
     graph = fx.Graph()
     graph.output(graph.graph_copy(captured.graph, {}))
     frozen = frozenset(captured.constants) - captured.mutated
     passes = run_passes(graph, frozen, layout)
-    return _Lowering(captured, graph).result(layout, passes)
+    lowering = _Lowering(captured, graph)
+    if device is not None:
+        lowering.refuse_other_devices(device)
+    return lowering.result(layout, passes)
 
 
 class _Lowering:
@@ -57,7 +71,7 @@ class _Lowering:
     def __init__(self, captured: Captured, graph: fx.Graph) -> None:
         self.captured = captured
         self.nodes = list(graph.nodes)
-        self.fakes, self.copied = _observe(captured, self.nodes)
+        self.fakes, self.copied = observe(captured, self.nodes)
         self.output = graph.output_node()
         self.buffer_of: dict[int, str] = {}
         self.buffers: dict[str, Buffer] = {}
@@ -68,6 +82,16 @@ class _Lowering:
         self.folding: list[Call] = []
         self.tasks: list[Task] = []
         self.home: dict[str, str] = {}  # value → task whose calls make it
+
+    def refuse_other_devices(self, device: torch.device) -> None:
+        """LoweringError for an operator that works anywhere else, where no graph would repeat it."""
+        for node in self.nodes:
+            touched = [self.fakes[node], *(self.fakes[n] for n in node.all_input_nodes)]
+            for fake in tensors_in(touched) if node.op == "call_function" else ():
+                if fake.device != device and fake.dim() > 0:
+                    raise LoweringError(
+                        f"{node.target} works on {fake.device}, and everything else on {device}"
+                    )
 
     def result(self, layout: Layout, passes: Mapping[str, int]) -> Lowered:
         kept = self._storages_that_leave()
@@ -102,21 +126,21 @@ class _Lowering:
             kind = "state" if name in self.captured.mutated else "constant"
             if kind == "constant":
                 self.constant.add(node)
-        for fake in _tensors(self.fakes[node]):
+        for fake in tensors_in(self.fakes[node]):
             self._own(fake, name, kind)
 
     def _operator(self, node: fx.Node, kept: set[int]) -> None:
         assert callable(node.target)
         target = Copied(node.target) if node in self.copied else node.target
         call = Call(node.name, target, self._refs(node.args), self._refs(node.kwargs))
-        mutated = _mutated_arguments(node)
+        mutated = mutated_arguments(node)
         inputs = [
-            fake for argument in node.all_input_nodes for fake in _tensors(self.fakes.get(argument))
+            fake for argument in node.all_input_nodes for fake in tensors_in(self.fakes.get(argument))
         ]
-        results = list(_tensors(self.fakes[node]))
-        known = {_storage(fake) for fake in inputs}
-        fresh = [fake for fake in results if _storage(fake) not in known]
-        random = _draws_random(node)
+        results = list(tensors_in(self.fakes[node]))
+        known = {storage_of(fake) for fake in inputs}
+        fresh = [fake for fake in results if storage_of(fake) not in known]
+        random = draws_random(node.target, node.args, node.kwargs)
 
         if not mutated and not random and self._is_constant(node, inputs, fresh):
             self.constant.add(node)
@@ -138,8 +162,8 @@ class _Lowering:
             return False
         if node.is_impure():
             return False
-        given, made = sum(map(_nbytes, inputs)), sum(map(_nbytes, fresh))
-        return made <= max(_FOLD_FREELY_BYTES, 2 * given)
+        given, made = sum(map(nbytes, inputs)), sum(map(nbytes, fresh))
+        return made <= max(FOLD_FREELY_BYTES, 2 * given)
 
     def _is_idle_clone(self, node: fx.Node, kept: set[int]) -> bool:
         """A clone that changes no layout, whose memory nobody keeps or overwrites."""
@@ -148,13 +172,13 @@ class _Lowering:
         made, source = self.fakes[node], self.fakes[node.args[0]]
         buffer = self.buffers[self._buffer(source)]
         rewritten = buffer.kind == "state" or buffer.name in self.captured.mutated
-        return made.stride() == source.stride() and _storage(made) not in kept and not rewritten
+        return made.stride() == source.stride() and storage_of(made) not in kept and not rewritten
 
     def _same(self, node: fx.Node) -> None:
         """The value of another node under a second name: nothing to do at run time."""
         source = node.all_input_nodes[0]
         self.same_as[node.name] = self.same_as.get(source.name, source.name)
-        self.buffer_of[_storage(self.fakes[node])] = self._buffer(self.fakes[source])
+        self.buffer_of[storage_of(self.fakes[node])] = self._buffer(self.fakes[source])
         if source.name in self.home:
             self.home[node.name] = self.home[source.name]
 
@@ -177,12 +201,13 @@ class _Lowering:
         mutated: list[fx.Node],
         random: bool,
     ) -> None:
-        written = [fake for argument in mutated for fake in _tensors(self.fakes[argument])]
+        written = [fake for argument in mutated for fake in tensors_in(self.fakes[argument])]
         reads = [self._region(fake) for fake in inputs if not any(fake is w for w in written)]
         writes = [self._region(fake) for fake in written]
-        for position, fake in enumerate(fresh):
-            name = node.name if len(fresh) == 1 else f"{node.name}.{position}"
-            writes.append(Region(self._own(fake, name, "temporary")))
+        for position, fake in enumerate(tensors_in(self.fakes[node])):
+            if any(fake is made for made in fresh):
+                name = f"{node.name}.{position}" if position else node.name
+                writes.append(Region(self._own(fake, name, "temporary")))
         if random:
             self.buffers.setdefault(GENERATOR, Buffer(GENERATOR, "generator"))
             writes.append(Region(GENERATOR))
@@ -202,16 +227,16 @@ class _Lowering:
 
     def _own(self, fake: torch.Tensor, name: str, kind: BufferKind) -> str:
         """The buffer of a storage, a new one of that name if the storage was not seen before."""
-        key = _storage(fake)
+        key = storage_of(fake)
         if key not in self.buffer_of:
             self.buffer_of[key] = name
             strided = fake.layout is torch.strided
-            nbytes = fake.untyped_storage().nbytes() if strided else 0
-            self.buffers[name] = Buffer(name, kind, nbytes)
+            size = fake.untyped_storage().nbytes() if strided else 0
+            self.buffers[name] = Buffer(name, kind, size)
         return self.buffer_of[key]
 
     def _buffer(self, fake: torch.Tensor) -> str:
-        return self.buffer_of[_storage(fake)]
+        return self.buffer_of[storage_of(fake)]
 
     def _region(self, fake: torch.Tensor) -> Region:
         buffer = self._buffer(fake)
@@ -219,22 +244,15 @@ class _Lowering:
         # that is written in place needs exact bounds.
         if fake.layout is not torch.strided or self.buffers[buffer].kind == "temporary":
             return Region(buffer)
-        size = fake.element_size()
-        return Region(
-            buffer,
-            int(fake.storage_offset()) * size,
-            tuple(fake.shape),
-            tuple(stride * size for stride in fake.stride()),
-            size,
-        )
+        return region_of(fake, buffer)
 
     def _storages_that_leave(self) -> set[int]:
         """Storages that are handed to the caller or written in place."""
         leaving = list(self.output.all_input_nodes)
         for node in self.nodes:
             if node.op == "call_function":
-                leaving += _mutated_arguments(node)
-        return {_storage(fake) for node in leaving for fake in _tensors(self.fakes[node])}
+                leaving += mutated_arguments(node)
+        return {storage_of(fake) for node in leaving for fake in tensors_in(self.fakes[node])}
 
     # ------------------------------------------------------------ program parts
 
@@ -275,68 +293,6 @@ class _Lowering:
 # -------------------------------------------------------------------- facts about nodes
 
 
-class Copied:
-    """An operator whose results are copied, so that they are memory of their own."""
-
-    def __init__(self, target: Callable[..., Any]) -> None:
-        self.target = target
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return tree_map_only(torch.Tensor, torch.clone, self.target(*args, **kwargs))
-
-
-def _observe(captured: Captured, nodes: list[fx.Node]) -> tuple[dict[fx.Node, Any], set[fx.Node]]:
-    """The value of every node as fake tensors that share storages as real ones would.
-
-    A view that takes several tensors would have to wait for all of them without touching memory;
-    there are few such operators (`broadcast_tensors`), and the second result says which: they are to
-    be copied instead, and their fakes are.
-    """
-    fakes: dict[fx.Node, Any] = {}
-    copied: set[fx.Node] = set()
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-
-    def resolve(value: Any) -> Any:
-        return fx.node.map_arg(value, lambda node: fakes[node])
-
-    with mode, torch.no_grad():
-        for node in nodes:
-            if node.op == "placeholder":
-                source = captured.constants.get(node.name)
-                known = source.tensor() if source is not None else None
-                fakes[node] = _like(mode, node.meta["val"] if known is None else known)
-            elif node.op == "get_attr":
-                fakes[node] = getattr(captured.owner, str(node.target))
-            elif node.op == "call_function":
-                assert callable(node.target)
-                args, kwargs = resolve(node.args), resolve(node.kwargs)
-                fakes[node] = node.target(*args, **kwargs)
-                if len(node.all_input_nodes) > 1 and not _mutated_arguments(node):
-                    given = {_storage(fake) for fake in _tensors((args, list(kwargs.values())))}
-                    if any(_storage(fake) in given for fake in _tensors(fakes[node])):
-                        copied.add(node)
-                        fakes[node] = Copied(node.target)(*args, **kwargs)
-    return fakes, copied
-
-
-def _like(mode: FakeTensorMode, value: torch.Tensor) -> torch.Tensor:
-    if type(value).__name__ == "FakeTensor":
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-    return mode.from_tensor(value.detach(), static_shapes=True)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
-
-
-def _storage(fake: torch.Tensor) -> int:
-    return fake.untyped_storage()._cdata if fake.layout is torch.strided else id(fake)
-
-
 def _is_same(one: Any, other: Any) -> bool:
     """Whether two values are the same view of the same memory."""
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
@@ -344,37 +300,9 @@ def _is_same(one: Any, other: Any) -> bool:
     looks = [
         (t.shape, t.stride(), t.storage_offset(), t.dtype, t.is_conj(), t.is_neg()) for t in (one, other)
     ]
-    return _storage(one) == _storage(other) and looks[0] == looks[1]
-
-
-def _nbytes(fake: torch.Tensor) -> int:
-    return fake.numel() * fake.element_size()
+    return storage_of(one) == storage_of(other) and looks[0] == looks[1]
 
 
 def _kind(node: fx.Node) -> str:
     """`aten.conv2d.default`, or the name of a function of a pass."""
     return node.target.__name__ if inspect.isfunction(node.target) else str(node.target)
-
-
-def _mutated_arguments(node: fx.Node) -> list[fx.Node]:
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return []
-    mutated = []
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = node.kwargs.get(argument.name)
-            if position < len(node.args):
-                given = node.args[position]
-            mutated += [n for n in (given if isinstance(given, list | tuple) else [given])
-                        if isinstance(n, fx.Node)]  # fmt: skip
-    return mutated
-
-
-def _draws_random(node: fx.Node) -> bool:
-    if node.target is _aten.scaled_dot_product_attention.default:
-        probability = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
-        return bool(probability != 0.0)
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
-        return True  # it may draw inside
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())

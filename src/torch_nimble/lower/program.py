@@ -7,11 +7,16 @@ taken of its result. Values have the names of the graph's nodes, which are valid
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from torch_nimble.capture import Source
 from torch_nimble.tree import Structure
+
+GENERATOR = "generator"
+"""The buffer that stands for the state of the random generator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +51,16 @@ def _refs(value: Any) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class InputSlot:
-    """A tensor the caller gives: the layout the graph was made for, and whether it is written."""
+    """A tensor the caller gives: the layout the graph was made for, and whether it is written.
+
+    One that stays where it is from call to call (a parameter) is better `bound` there than copied.
+    """
 
     name: str
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     mutated: bool
+    bound: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +69,16 @@ class Output:
 
     name: str
     copy: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Memory of the program's own, to be there before its first task."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,3 +100,5 @@ class Program:
     """For each task its call, then the views taken of its result."""
     outputs: tuple[Output, ...]
     output_structure: Structure
+    allocations: Mapping[str, Allocation] = field(default_factory=dict)
+    """Buffers that the program's tasks write into; operators may allocate further ones themselves."""

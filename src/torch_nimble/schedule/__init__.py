@@ -9,6 +9,7 @@ simulate                                 a timeline for a plan and a table of co
 from torch_nimble.schedule.planners import (
     Analysis,
     analyse,
+    critical_first,
     lanes,
     max_concurrency,
     plan_from_streams,
@@ -22,6 +23,7 @@ __all__ = [
     "Span",
     "Timeline",
     "analyse",
+    "critical_first",
     "critical_path",
     "lanes",
     "max_concurrency",

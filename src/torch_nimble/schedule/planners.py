@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch_nimble.errors import OptionError, PlanError
 from torch_nimble.plans import GraphFacts, Launch, Plan, check_stream
-from torch_nimble.schedule.lanes import list_schedule
+from torch_nimble.schedule.lanes import bottom_levels, list_schedule
 from torch_nimble.schedule.matching import FREE
 from torch_nimble.schedule.reduce import closure, reduce
 from torch_nimble.schedule.simulate import critical_path
 from torch_nimble.schedule.streams import chain_pairs, number_streams, stream_pairs, width
 from torch_nimble.schedule.waits import minimal_waits
 from torch_nimble.taskgraph import TaskGraph
+
+# A path this close to the longest one becomes the longest when something on it is a bit late.
+_NEARLY_CRITICAL = 0.97
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,30 @@ def lanes(graph: TaskGraph, count: int, analysis: Analysis | None = None) -> Pla
         raise OptionError(f"a plan needs at least one lane, not {count}")
     order, lane = list_schedule(graph.successors, graph.costs_us, count)
     return _plan(graph, order, lane, f"{count} lanes", analysis)
+
+
+def critical_first(graph: TaskGraph, plan: Plan) -> Plan:
+    """The same plan with the tasks that a longest path passes through on streams of high priority.
+
+    Each stream becomes two; what it ordered without need is ordered no longer.
+    """
+    order = [graph.index[launch.task] for launch in plan.launches]
+    stream = [0] * len(order)
+    for i, launch in zip(order, plan.launches, strict=True):
+        stream[i] = launch.stream
+    count = max(stream, default=0) + 1
+    levels = bottom_levels(graph.successors, graph.costs_us)
+    longest = max(levels, default=0.0)
+    start = [0.0] * len(order)
+    for u, after in enumerate(graph.successors):
+        for v in after:
+            start[v] = max(start[v], start[u] + graph.costs_us[u])
+    for i in range(len(stream)):
+        if start[i] + levels[i] >= longest * _NEARLY_CRITICAL:
+            stream[i] += count
+    high = frozenset(number for number in stream if number >= count)
+    made = _plan(graph, order, stream, f"{plan.planner}, critical first", None)
+    return dataclasses.replace(made, facts=plan.facts, high_priority=high)
 
 
 def plan_from_streams(

@@ -8,7 +8,8 @@ Conflicts are found again from the regions, not taken from the edges alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import product
 
 from torch_nimble.errors import PlanError
 from torch_nimble.plans import Plan
@@ -31,16 +32,22 @@ def verify(graph: TaskGraph, plan: Plan) -> None:
             )
 
 
-def happens_before(graph: TaskGraph, plan: Plan) -> set[tuple[str, str]]:
-    """All pairs of tasks that the plan orders, directly or not."""
+def ordering(graph: TaskGraph, plan: Plan) -> Callable[[str, str], bool]:
+    """A test of two tasks: does the plan let the second start only after the first has ended?"""
     place = _places(graph, plan)
     clocks = _clocks(plan, place)
-    return {
-        (earlier, later)
-        for later, clock in clocks.items()
-        for earlier, (stream, position) in place.items()
-        if earlier != later and clock.get(stream, 0) >= position
-    }
+
+    def ended_before(earlier: str, later: str) -> bool:
+        stream, position = place[earlier]
+        return clocks[later].get(stream, 0) >= position
+
+    return ended_before
+
+
+def happens_before(graph: TaskGraph, plan: Plan) -> set[tuple[str, str]]:
+    """All pairs of tasks that the plan orders, directly or not."""
+    ended_before = ordering(graph, plan)
+    return {(u, v) for u, v in product(graph.index, graph.index) if ended_before(u, v)}
 
 
 def _places(graph: TaskGraph, plan: Plan) -> dict[str, tuple[int, int]]:

@@ -12,7 +12,8 @@ from torch import fx
 
 from torch_nimble.lower.passes.fold import fold_batch_norm
 from torch_nimble.lower.passes.guard import drop_checks, protect_results
-from torch_nimble.lower.passes.layout import use_channels_last
+from torch_nimble.lower.passes.layout import lay_out_weights, use_channels_last
+from torch_nimble.lower.passes.merge import merge_equal
 from torch_nimble.lower.passes.pack import pack_convolutions
 from torch_nimble.taskgraph import Layout
 
@@ -29,10 +30,19 @@ PASSES: dict[Layout, tuple[Pass, ...]] = {
     ),
 }
 
+# Before a compiler that fuses, which carries channels-last through the graph by itself.
+FUSED_PASSES: dict[Layout, tuple[Pass, ...]] = {
+    "as captured": (drop_checks, fold_batch_norm, merge_equal, protect_results),
+    "channels-last": (drop_checks, fold_batch_norm, merge_equal, lay_out_weights, protect_results),
+}
 
-def run_passes(graph: fx.Graph, constants: frozenset[str], layout: Layout) -> dict[str, int]:
+
+def run_passes(
+    graph: fx.Graph, constants: frozenset[str], layout: Layout, *, fused: bool = False
+) -> dict[str, int]:
     """Run every pass for that layout, drop dead code, and say what each did."""
-    done = {rewrite.__name__: rewrite(graph, constants) for rewrite in PASSES[layout]}
+    passes = (FUSED_PASSES if fused else PASSES)[layout]
+    done = {rewrite.__name__: rewrite(graph, constants) for rewrite in passes}
     before = len(graph.nodes)
     graph.eliminate_dead_code()
     return {**done, "dead_code": before - len(graph.nodes)}

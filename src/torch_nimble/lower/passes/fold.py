@@ -14,6 +14,8 @@ from torch import fx
 
 _aten = torch.ops.aten
 _BATCH_NORM = _aten._native_batch_norm_legit_no_training.default
+_COMPOSITE = _aten.batch_norm.default
+"""The same as it stands in a graph that was not made functional."""
 
 _CONVOLUTIONS = (
     _aten.conv1d.default,
@@ -39,7 +41,7 @@ def fold_batch_norm(graph: fx.Graph, constants: frozenset[str]) -> int:
     """Replace every foldable pair of layer and batch norm by the layer with folded weights."""
     folded = 0
     for norm in list(graph.nodes):
-        if norm.target is _BATCH_NORM and _foldable(norm, constants):
+        if norm.target in (_BATCH_NORM, _COMPOSITE) and _foldable(norm, constants):
             _fold(graph, norm)
             folded += 1
     return folded
@@ -54,7 +56,10 @@ def _foldable(norm: fx.Node, constants: frozenset[str]) -> bool:
     needed = [layer.args[1], *layer.args[2:3], *statistics]
     if any(isinstance(node, fx.Node) and node.name not in constants for node in needed):
         return False
-    if not all(user.target is operator.getitem and user.args[1] == 0 for user in norm.users):
+    if norm.target is _COMPOSITE:
+        if norm.args[5] or None in statistics[2:]:  # statistics of the batch
+            return False
+    elif not all(user.target is operator.getitem and user.args[1] == 0 for user in norm.users):
         return False
     # Batch norm takes dimension 1 as channels: a linear layer must have its features there, and a
     # convolution must have a batch dimension.
@@ -64,7 +69,8 @@ def _foldable(norm: fx.Node, constants: frozenset[str]) -> bool:
 
 
 def _fold(graph: fx.Graph, norm: fx.Node) -> None:
-    layer, gamma, beta, mean, variance, _, epsilon = norm.args
+    layer, gamma, beta, mean, variance = norm.args[:5]
+    epsilon = norm.args[7 if norm.target is _COMPOSITE else 6]
     assert isinstance(layer, fx.Node)
     weight = layer.args[1]
     bias = layer.args[2] if len(layer.args) > 2 else None
@@ -80,10 +86,11 @@ def _fold(graph: fx.Graph, norm: fx.Node) -> None:
             name=f"{layer.name}_bias",
         )  # fmt: skip
     layer.args = (layer.args[0], new_weight, new_bias, *layer.args[3:])
-    for item in list(norm.users):
-        item.replace_all_uses_with(layer)
-        graph.erase_node(item)
-    graph.erase_node(norm)
+    for result in [norm] if norm.target is _COMPOSITE else list(norm.users):
+        result.replace_all_uses_with(layer)
+        graph.erase_node(result)
+    if norm.target is _BATCH_NORM:
+        graph.erase_node(norm)
 
 
 def folded_weight(

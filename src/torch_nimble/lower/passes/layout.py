@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 _aten = torch.ops.aten
-_CONVOLUTIONS = frozenset(
+CONVOLUTIONS = frozenset(
     [_aten.conv2d.default, _aten.conv2d.padding, _aten.conv_transpose2d.input, _aten.convolution.default]
 )
 # What they return depends on how memory is laid out.
@@ -28,7 +28,7 @@ def use_channels_last(graph: fx.Graph, constants: frozenset[str]) -> int:
         return 0
     changed = 0
     for node in list(graph.nodes):
-        if node.target in _CONVOLUTIONS and _has_images(node):
+        if node.target in CONVOLUTIONS and _has_images(node):
             image, weight = node.args[:2]
             assert isinstance(image, fx.Node)
             assert isinstance(weight, fx.Node)
@@ -41,6 +41,19 @@ def use_channels_last(graph: fx.Graph, constants: frozenset[str]) -> int:
     if changed:
         _free_views(graph)
         _restore_results(graph)
+    return changed
+
+
+def lay_out_weights(graph: fx.Graph, constants: frozenset[str]) -> int:
+    """Lay out the weights alone of convolutions of images as channels-last; how many there are."""
+    changed = 0
+    for node in list(graph.nodes):
+        if node.target in CONVOLUTIONS and _has_images(node):
+            weight = node.args[1]
+            assert isinstance(weight, fx.Node)
+            with graph.inserting_before(node):
+                node.update_arg(1, graph.call_function(channels_last, (weight,)))
+            changed += 1
     return changed
 
 

@@ -1,0 +1,286 @@
+"""Preparing plans for a GPU: fused kernels, many streams, one graph, the fastest of several plans."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from torch_nimble.capture import Adapter, Captured, capture
+from torch_nimble.devices.base import (
+    Device,
+    Entry,
+    Executable,
+    RefusedError,
+    Strides,
+    TrialRun,
+    custom_plan,
+)
+from torch_nimble.devices.layout import faster_layout
+from torch_nimble.errors import FallbackError, LoweringError
+from torch_nimble.execute.cuda import Binding, CudaExecutable
+from torch_nimble.execute.measure import Timing, race
+from torch_nimble.execute.room import Room
+from torch_nimble.explain import Candidate, not_tried
+from torch_nimble.lower import Lowered, inductor
+from torch_nimble.lower import lower as lower_operators
+from torch_nimble.options import Options
+from torch_nimble.plans import Launch, Plan
+from torch_nimble.schedule import analyse, critical_first, lanes, max_concurrency, serial
+from torch_nimble.trial import Trial
+
+log = logging.getLogger("torch_nimble")
+
+_LANES = (2, 3, 4, 6, 8, 12)
+_RACE_ROUNDS = 15
+_REPLAYS_A_ROUND = 10
+_HOPELESS = 1.3
+_COST_ROUNDS = 9
+# The shortest kernels there are; measured times are corrected for what measuring adds.
+_SHORTEST_US = 0.5
+# How much more memory than the plan on one stream a plan may take, the weights counted in.
+_SPARE_MEMORY = 1.35
+# What cuBLAS takes for each stream it works on, on the GPUs that take most.
+_WORKSPACE_BYTES = 32 << 20
+_USES_WORKSPACE = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "_scaled_mm")
+# Rounding of matrix products: TF32 keeps ten bits.
+_TF32_ERROR = 2e-2
+
+
+class CudaDevice(Device):
+    """Inductor's kernels if they can be had, else torch's operators, on streams of our own."""
+
+    def __init__(self, device: torch.device) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
+        self.room = Room(self.device)
+        self.lock = self.room.lock
+        self._too_large: list[Candidate] = []
+
+    def running(self) -> contextlib.AbstractContextManager[None]:
+        """On this device, whichever the caller's current one is."""
+        return torch.cuda.device(self.device)
+
+    def capture(self, adapter: Adapter, tensors: Sequence[torch.Tensor]) -> Captured:
+        """A graph for Inductor, which makes it functional itself; functional without Inductor."""
+        return capture(adapter, tensors, functional=inductor.unsupported() is not None)
+
+    def lowerings(
+        self,
+        adapter: Adapter,
+        tensors: Sequence[torch.Tensor],
+        captured: Captured,
+        options: Options,
+        notes: list[Candidate],
+    ) -> list[Lowered]:
+        """Fused kernels; operators one by one if that fails, which notes say."""
+        try:
+            if options.plan is not None:
+                layout = options.plan.layout
+            else:
+                layout = faster_layout(captured, self.device)
+            return [inductor.lower(captured, layout, self.device)]
+        except LoweringError as reason:
+            if options.strict:
+                raise FallbackError(
+                    f"kernels cannot be fused: {reason}; without strict=True torch's operators are "
+                    "scheduled one by one"
+                ) from reason
+            notes.append(not_tried("fused kernels", reason))
+        try:
+            return [lower_operators(capture(adapter, tensors), device=self.device)]
+        except LoweringError as reason:
+            raise RefusedError(str(reason)) from reason
+
+    def entries(self, trial: Trial, options: Options) -> Iterator[Entry]:
+        """Serial, lanes and maximum concurrency, the last ones also with priorities."""
+        make = Candidates(trial, options, Room(self.device))
+        self._too_large = make.too_large
+        custom = custom_plan(trial.lowered, options)
+        if custom is not None:
+            yield make.entry(custom(make.lowered.graph))
+        else:
+            yield from make.usual()
+
+    def left_out(self, trial: Trial, options: Options) -> tuple[Candidate, ...]:
+        """Plans that need more memory than allowed."""
+        return tuple(self._too_large)
+
+    def race(self, entries: Sequence[Entry]) -> Mapping[str, Timing]:
+        """Replays, each from launch to end as a caller would wait for it, in interleaved rounds."""
+        return race_replays(entries)
+
+    def settle(
+        self, winner: Entry, entries: Sequence[Entry], options: Options, strides: Strides
+    ) -> Executable:
+        """The winner's plan captured again in the engine's own room; that of the trial is freed."""
+        for entry in entries:
+            entry.executable.close()
+        made = CudaExecutable(
+            winner.executable.lowered, winner.plan, self.room, static_outputs=options.static_outputs
+        )
+        made.result_strides = strides
+        made.bind(winner.trial.constants, winner.trial.given)
+        return made
+
+    def allowed_error(self, dtype: torch.dtype) -> float | None:
+        """More for float32 where products may be rounded to TF32."""
+        tf32 = torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
+        return _TF32_ERROR if dtype == torch.float32 and tf32 else None
+
+    def notes(self) -> tuple[str, ...]:
+        """What torch's flags cost."""
+        slow = []
+        if not torch.backends.cuda.matmul.allow_tf32:
+            slow.append("torch.backends.cuda.matmul.allow_tf32 is off")
+        if not torch.backends.cudnn.allow_tf32:
+            slow.append("torch.backends.cudnn.allow_tf32 is off")
+        return tuple(
+            f"{flag}: float32 products run at full precision, several times slower" for flag in slow
+        )
+
+
+class Candidates:
+    """Entries of one lowering, captured in a room of their own, within the memory that is allowed."""
+
+    def __init__(self, trial: TrialRun, options: Options, room: Room) -> None:
+        self._trial = trial
+        self._room = room
+        self.lowered = trial.lowered
+        self.too_large: list[Candidate] = []
+        plan = serial(self.lowered.graph)
+        warm = CudaExecutable(self.lowered, plan, room)
+        warm.warm_up(trial.copied_constants, trial.inputs)
+        trial.restore()
+        self._limit: float = float("inf")
+        untimed = self.entry(plan)
+        total_us = _median_us(functools.partial(_replay, untimed.binding))
+        graph = self.lowered.graph.with_costs(self._costs(plan, total_us))
+        self.lowered = dataclasses.replace(self.lowered, graph=graph)
+        self.first = self.entry(serial(graph))
+        untimed.executable.close()
+        weights = _weights_bytes(trial)
+        given = options.memory_limit
+        self._limit = (
+            given if given is not None else _SPARE_MEMORY * (weights + self.first.memory_bytes) - weights
+        )
+        if self.first.memory_bytes > self._limit:
+            raise RefusedError(
+                f"memory_limit is {given} bytes, and the plan that needs least needs "
+                f"{self.first.memory_bytes} for activations, inputs, results and workspaces"
+            )
+
+    def usual(self) -> Iterator[CudaEntry]:
+        """Serial, lanes and maximum concurrency, the last ones also with priorities."""
+        graph = self.lowered.graph
+        yield self.first
+        width = analyse(graph).facts.width
+        several = [lanes(graph, count) for count in _LANES if count < width]
+        if width > 1:
+            several.append(max_concurrency(graph))
+            several += [critical_first(graph, plan) for plan in several[-3:]]
+        for plan in several:
+            try:
+                yield self.entry(plan)
+            except RefusedError as reason:
+                self.too_large.append(not_tried(plan.planner, str(reason)))
+
+    def entry(self, plan: Plan) -> CudaEntry:
+        """That plan, ready to be replayed; RefusedError if it needs too much memory."""
+        if plan.facts is None:
+            plan = dataclasses.replace(plan, facts=analyse(self.lowered.graph).facts)
+        executable = CudaExecutable(self.lowered, plan, self._room)
+        binding = executable.bind(self._trial.copied_constants, self._trial.inputs)
+        needed = _needed_bytes(binding, self.lowered, plan)
+        if needed > self._limit:
+            executable.close()
+            raise RefusedError(
+                f"needs {needed >> 20} MiB, more than the {int(self._limit) >> 20} allowed"
+            )
+        return CudaEntry(executable, self._trial, memory_bytes=needed, binding=binding)
+
+    def _costs(self, plan: Plan, total_us: float) -> list[float]:
+        """Time of each task on the device, so that their sum is what the tasks take one by one."""
+        events: dict[str, list[torch.cuda.Event]] = {}
+
+        def note(launch: Launch) -> None:
+            event = torch.cuda.Event(enable_timing=True, external=True)  # type: ignore[no-untyped-call]
+            event.record()
+            events.setdefault(launch.task, []).append(event)
+
+        executable = CudaExecutable(self.lowered, plan, self._room)
+        binding = executable.bind(self._trial.copied_constants, self._trial.inputs, note, note)
+        rounds: list[dict[str, float]] = []
+        for _ in range(_COST_ROUNDS):
+            _replay(binding)
+            rounds.append({t: a.elapsed_time(b) * 1000 for t, (a, b) in events.items()})
+        executable.close()
+        self._trial.restore()
+        tasks = self.lowered.graph.tasks
+        raw = [statistics.median(r[task.name] for r in rounds[1:]) for task in tasks]
+        added = (sum(raw) - total_us) / max(1, len(raw))
+        return [max(_SHORTEST_US, us - max(0.0, added)) for us in raw]
+
+
+def race_replays(entries: Sequence[Entry]) -> dict[str, Timing]:
+    """Replays, each from launch to end as a caller would wait for it, in interleaved rounds."""
+    runs = {entry.name: functools.partial(_replay_several, entry) for entry in entries}
+    timings = race(runs, rounds=_RACE_ROUNDS, hopeless=_HOPELESS, settle=0)
+    return {
+        name: Timing(tuple(s / _REPLAYS_A_ROUND for s in timing.rounds_s))
+        for name, timing in timings.items()
+    }
+
+
+@dataclasses.dataclass(eq=False)
+class CudaEntry(Entry):
+    """An entry whose graph is captured."""
+
+    binding: Binding = None  # type: ignore[assignment]
+
+
+def _replay(binding: Binding) -> None:
+    binding.graph.replay()
+    torch.cuda.synchronize()
+
+
+def _replay_several(entry: Entry) -> None:
+    assert isinstance(entry, CudaEntry)
+    for _ in range(_REPLAYS_A_ROUND):
+        _replay(entry.binding)
+
+
+def _median_us(run: Callable[[], None]) -> float:
+    seconds = []
+    for _ in range(_COST_ROUNDS):
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds) * 1e6
+
+
+def _weights_bytes(trial: TrialRun) -> int:
+    """The model's own constants and what was folded from them."""
+    held = [*trial.constants.values(), *(s.tensor() for s in trial.lowered.program.sources.values())]
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held if t is not None
+    }
+    return sum(storages.values())
+
+
+def _needed_bytes(binding: Binding, lowered: Lowered, plan: Plan) -> int:
+    """Activations, inputs and a workspace for each stream with matrix products."""
+    kinds = {task.name: task.kind for task in lowered.graph.tasks}
+    multiplying = {
+        launch.stream
+        for launch in plan.launches
+        if any(f"aten.{name}." in kinds[launch.task] for name in _USES_WORKSPACE)
+    }
+    inputs = sum(t.numel() * t.element_size() for t in binding.inputs)
+    return binding.memory_bytes + inputs + _WORKSPACE_BYTES * len(multiplying)

@@ -1,0 +1,60 @@
+"""CUDA streams that nobody else has.
+
+PyTorch hands out 32 streams of each priority in turn, so a stream from there may be in use by another
+thread while we capture on it, and cuBLAS, which keeps a workspace for each stream, would share it
+between engines. These come from the driver, non-blocking, one set for each engine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+import weakref
+
+import torch
+
+_NON_BLOCKING = 1
+_HIGH, _NORMAL = -1, 0
+
+
+class Streams:
+    """Streams by number and priority, made when first asked for, destroyed with this object."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._made: dict[tuple[int, bool], torch.cuda.ExternalStream] = {}
+        self._handles: list[int] = []
+        # At the end of the process the driver may be gone already.
+        weakref.finalize(self, _destroy, self._handles).atexit = False
+
+    def get(self, number: int, *, high_priority: bool = False) -> torch.cuda.ExternalStream:
+        """The stream of that number and priority."""
+        key = (number, high_priority)
+        if key not in self._made:
+            handle = _create(self._device, _HIGH if high_priority else _NORMAL)
+            self._handles.append(handle)
+            made = torch.cuda.ExternalStream(handle, device=self._device)  # type: ignore[no-untyped-call]
+            self._made[key] = made
+        return self._made[key]
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+
+
+def _create(device: torch.device, priority: int) -> int:
+    handle = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().query()  # makes the device's context the thread's own
+        status = _driver().cuStreamCreateWithPriority(ctypes.byref(handle), _NON_BLOCKING, priority)
+    if status != 0 or handle.value is None:
+        raise RuntimeError(f"the CUDA driver could not make a stream (error {status})")
+    return handle.value
+
+
+def _destroy(handles: list[int]) -> None:
+    for handle in handles:
+        _driver().cuStreamDestroy_v2(ctypes.c_void_p(handle))
+    handles.clear()

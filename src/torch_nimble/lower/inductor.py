@@ -1,0 +1,341 @@
+"""Inductor's fused and tuned kernels as tasks. All private names of Inductor are in this file.
+
+Inductor is asked to compile the graph as it would for `torch.compile`; what comes out is its usual
+wrapper, a Python function that allocates, launches kernels and calls libraries. That function is run
+once on fake tensors (see trace.py), with stand-ins for its kernels and allocations in a namespace of
+our own, and every launch becomes a task. Compared with replacing Inductor's wrapper generator by its
+FX one, nothing has to be registered, no line of the wrapper lacks a conversion, and Inductor's
+on-disk caches keep working, so a second preparation finds everything compiled.
+
+Run with torch 2.11; the names used here are the same in the sources of 2.12 and 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from torch_nimble.capture import Captured
+from torch_nimble.errors import LoweringError
+from torch_nimble.lower.aten import Lowered
+from torch_nimble.lower.constants import Split, split_constants
+from torch_nimble.lower.passes import run_passes
+from torch_nimble.lower.program import InputSlot, Output, Program, Ref
+from torch_nimble.lower.trace import Kernel, Recorder, Recording
+from torch_nimble.taskgraph import BufferKind, Layout, TaskGraph
+
+KNOWN_VERSIONS = ((2, 11), (2, 13))
+"""The first and the last minor version of torch whose private names are known to fit."""
+
+# Reusing and overwriting buffers would make tasks depend on each other; memory is planned later, when
+# it is known what runs beside what. The rest would put things into the wrapper that are no work.
+_SETTINGS: dict[str, Any] = {
+    "allow_buffer_reuse": False,
+    "inplace_buffers": False,
+    "memory_planning": False,
+    "graph_partition": False,
+    "cpp_wrapper": False,
+    "freezing": False,
+    "triton.cudagraphs": False,
+    "size_asserts": False,
+    "scalar_asserts": False,
+    "alignment_asserts": False,
+    "nan_asserts": False,
+}
+
+
+def unsupported() -> str | None:
+    """Why this lowering cannot be used here, None if it can."""
+    first, last = KNOWN_VERSIONS
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if not first <= version <= last:
+        return (
+            f"torch {torch.__version__} is outside of the known range "
+            f"{'.'.join(map(str, first))} to {'.'.join(map(str, last))} for Inductor's private names"
+        )
+    from torch.utils._triton import has_triton
+
+    return None if has_triton() else "Triton is not installed or does not support this device"
+
+
+def lower(captured: Captured, layout: Layout, device: torch.device) -> Lowered:
+    """Tasks of a captured graph, fused by Inductor; LoweringError if that cannot be done."""
+    reason = unsupported()
+    if reason is not None:
+        raise LoweringError(reason)
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(captured.graph, {}))
+    frozen = frozenset(captured.constants) - captured.mutated
+    passes = run_passes(graph, frozen, layout, fused=True)
+    split = split_constants(captured, graph)
+    module = fx.GraphModule(captured.owner, split.graph)
+    wrapper = compile_wrapper(module, list(split.given.values()), layout)
+    kinds = {name: _kind(captured, name) for name in split.given}
+    recording = record(wrapper, split.given, kinds, device)
+    _refuse_strange_writes(recording, captured)
+    return Lowered(
+        TaskGraph.from_conflicts(recording.tasks, recording.buffers, layout),
+        _program(captured, split, recording),
+        passes,
+    )
+
+
+def _refuse_strange_writes(recording: Recording, captured: Captured) -> None:
+    """LoweringError if the program writes what the captured graph does not say is written."""
+    given = {*captured.inputs, *captured.constants} - captured.mutated
+    for task in recording.tasks:
+        for region in task.writes:
+            if region.buffer in given:
+                raise LoweringError(f"{task.name} writes {region.buffer!r}, which is only read")
+
+
+def _kind(captured: Captured, name: str) -> BufferKind:
+    if name in captured.inputs:
+        return "input"
+    return "state" if name in captured.mutated else "constant"
+
+
+def _program(captured: Captured, split: Split, recording: Recording) -> Program:
+    fakes = split.given
+    return Program(
+        inputs=tuple(
+            InputSlot(name, tuple(fakes[name].shape), fakes[name].stride(), name in captured.mutated)
+            for name in captured.inputs
+        ),
+        sources=captured.constants,
+        folding=split.folding,
+        constants=frozenset(name for name in fakes if name not in captured.inputs),
+        state=frozenset(captured.constants) & captured.mutated,
+        preamble=recording.preamble,
+        tasks=recording.calls,
+        outputs=tuple(Output(_tensor_name(result), copy=True) for result in recording.results),
+        output_structure=captured.output_structure,
+        allocations=recording.allocations,
+    )
+
+
+def _tensor_name(result: Any) -> str:
+    if not isinstance(result, Ref):
+        raise LoweringError(f"Inductor's program returns {result!r}, which is no tensor")
+    return result.name
+
+
+# -------------------------------------------------------------------- compiling
+
+
+@dataclass(frozen=True, eq=False)
+class Wrapper:
+    """A compiled program: a function of a list of tensors, and the namespace it runs in."""
+
+    function: types.FunctionType
+    namespace: Mapping[str, Any]
+
+
+def compile_wrapper(module: fx.GraphModule, examples: Sequence[torch.Tensor], layout: Layout) -> Wrapper:
+    """Inductor's program for a graph; `examples` are fake tensors."""
+    found: list[Any] = []
+    with _settings(module.graph, layout) as compile_fx:
+        from torch._inductor.compile_fx import compile_fx_inner
+
+        def inner(*args: Any, **kwargs: Any) -> Any:
+            found.append(compile_fx_inner(*args, **kwargs))
+            return found[-1]
+
+        try:
+            compile_fx(module, _examples(examples), inner_compile=inner)
+        except Exception as reason:
+            raise LoweringError(
+                f"Inductor cannot compile the graph: {type(reason).__name__}: {_first_line(reason)}"
+            ) from reason
+    if len(found) != 1:
+        raise LoweringError(f"Inductor made {len(found)} programs of one graph")
+    return wrapper_of(found[0])
+
+
+def compile_with(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    settings: Mapping[str, Any],
+    schedule: Callable[[Any, frozenset[int]], Callable[..., Any] | None],
+) -> Callable[..., Any]:
+    """Inductor's backend, with `schedule` asked for what shall be called instead of each program.
+
+    It is given what Inductor made, and the positions of the inputs that stay where they are. Backward
+    graphs may be compiled later, under the same settings.
+    """
+    import torch._functorch.config as functorch_config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        compiled: Any = compile_fx_inner(*args, **kwargs)
+        replaced = schedule(compiled, frozenset(kwargs.get("static_input_idxs") or ()))
+        if replaced is not None:
+            compiled.current_callable = replaced
+        return compiled
+
+    with functorch_config.patch(enable_autograd_cache=False):
+        return compile_fx(  # type: ignore[return-value]
+            module, inputs, inner_compile=inner, config_patches={**_SETTINGS, **settings}
+        )
+
+
+def compile_unscheduled(
+    module: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Inductor's backend as it is."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(module, inputs, config_patches=dict(settings))  # type: ignore[return-value]
+
+
+def _examples(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Fake tensors of these shapes as Inductor wants them: without a ShapeEnv it does not cache."""
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        return list(map(_empty_like, tensors))
+
+
+def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    """One of the same shape and strides that begins its own memory."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def wrapper_of(compiled: Any) -> Wrapper:
+    """The program inside what Inductor returns, whether it was compiled now or found in its cache."""
+    from torch._inductor.codecache import PyCodeCache
+
+    key = getattr(compiled, "cache_key", None)
+    module = next((m for m in reversed(PyCodeCache.modules) if getattr(m, "key", None) == key), None)
+    function = getattr(getattr(module, "call", None), "__func__", getattr(module, "call", None))
+    if not isinstance(function, types.FunctionType):
+        raise LoweringError(f"the program of {type(compiled).__name__} was not found")
+    return Wrapper(function, function.__globals__)
+
+
+@contextlib.contextmanager
+def _settings(graph: fx.Graph, layout: Layout) -> Iterator[Callable[..., Any]]:
+    """Inductor's entry point, under our settings; the caller's are back afterwards."""
+    import torch._functorch.config as functorch_config
+    from torch._dynamo.convert_frame import compile_lock
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+
+    random = any(
+        torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in graph.nodes
+    )
+    chosen = {
+        **_SETTINGS,
+        "layout_optimization": layout == "channels-last",
+        "force_layout_optimization": layout == "channels-last",
+        # Inductor's own random numbers differ from eager's.
+        **({"fallback_random": True} if random else {}),
+    }
+    # Settings are process-wide in torch 2.11: a torch.compile in another thread waits meanwhile. A hit
+    # in the cache of AOTAutograd would go past the inner compiler.
+    with (
+        compile_lock,
+        config.patch(chosen),
+        functorch_config.patch(enable_autograd_cache=False),
+    ):
+        yield compile_fx
+
+
+def _first_line(reason: BaseException) -> str:
+    lines = str(reason).strip().splitlines()
+    return lines[0] if lines else ""
+
+
+# -------------------------------------------------------------------- recording
+
+
+def record(
+    wrapper: Wrapper,
+    given: Mapping[str, Any],
+    kinds: Mapping[str, BufferKind],
+    device: torch.device,
+) -> Recording:
+    """Run the program on fake tensors of these shapes, and on numbers as they are; note what it does."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    recorder = Recorder(mode, device)
+    namespace = _stand_ins(wrapper.namespace, recorder)
+    function = types.FunctionType(wrapper.function.__code__, namespace)
+    with mode:
+        arguments = [
+            recorder.given(name, _empty_like(value), kinds[name])
+            if isinstance(value, torch.Tensor)
+            else value
+            for name, value in given.items()
+        ]
+    try:
+        with mode, recorder, torch.no_grad():
+            results = _call(function, arguments)
+    except LoweringError:
+        raise
+    except Exception as reason:
+        raise LoweringError(
+            f"Inductor's program could not be followed: {type(reason).__name__}: {_first_line(reason)}"
+        ) from reason
+    return recorder.finish(results)
+
+
+def _call(function: Callable[..., Any], arguments: list[Any]) -> Sequence[Any]:
+    if function.__code__.co_argcount == 2:  # a method of Inductor's Runner, which it does not use
+        return function(None, arguments)  # type: ignore[no-any-return]
+    return function(arguments)  # type: ignore[no-any-return]
+
+
+def _stand_ins(namespace: Mapping[str, Any], recorder: Recorder) -> dict[str, Any]:
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    replaced = dict(namespace)
+    for name, value in namespace.items():
+        if isinstance(value, CachingAutotuner):
+            replaced[name] = _Launches(_kernel(name, value), recorder)
+    replaced["empty_strided_cuda"] = recorder.allocate
+    replaced["reinterpret_tensor"] = recorder.reinterpret
+    for check in ("assert_size_stride", "assert_alignment"):
+        replaced[check] = _nothing
+    return replaced
+
+
+def _nothing(*_: Any) -> None:
+    """Checks of sizes: they are known here."""
+
+
+class _Launches:
+    """Stands in for a kernel: launching it is noted."""
+
+    def __init__(self, kernel: Kernel, recorder: Recorder) -> None:
+        self._kernel = kernel
+        self._recorder = recorder
+
+    def run(self, *args: Any, stream: int) -> None:
+        self._recorder.launch(self._kernel, args)
+
+
+def _kernel(name: str, tuner: Any) -> Kernel:
+    """Roles of arguments by Inductor's own names for them; what has no clear role does both."""
+    # Block sizes and the like stand at the end of the signature and are not passed.
+    names = list(tuner.triton_meta["signature"])
+    mutated = set(tuner.mutated_arg_names)
+    reads = [not argument.startswith("out_ptr") or argument in mutated for argument in names]
+    writes = [not argument.startswith(("in_ptr", "arg_")) or argument in mutated for argument in names]
+    return Kernel(name, _Launch(tuner), tuple(reads), tuple(writes))
+
+
+class _Launch:
+    """Launches a tuned kernel on the current stream."""
+
+    def __init__(self, tuner: Any) -> None:
+        self._tuner = tuner
+
+    def __call__(self, *args: Any) -> None:
+        stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+        self._tuner.run(*args, stream=stream)

@@ -1,0 +1,132 @@
+"""Operators run once on fake tensors, which have storages but no data, to see what shares memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+from torch_nimble.capture import Captured
+from torch_nimble.regions import Region
+
+
+class Copied:
+    """An operator whose results are copied, so that they are memory of their own."""
+
+    def __init__(self, target: Callable[..., Any]) -> None:
+        self.target = target
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return tree_map_only(torch.Tensor, torch.clone, self.target(*args, **kwargs))
+
+
+def observe(captured: Captured, nodes: list[fx.Node]) -> tuple[dict[fx.Node, Any], set[fx.Node]]:
+    """The value of every node as fake tensors that share storages as real ones would.
+
+    A view that takes several tensors would have to wait for all of them without touching memory;
+    there are few such operators (`broadcast_tensors`), and the second result says which: they are to
+    be copied instead, and their fakes are.
+    """
+    fakes: dict[fx.Node, Any] = {}
+    copied: set[fx.Node] = set()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def resolve(value: Any) -> Any:
+        return fx.node.map_arg(value, lambda node: fakes[node])
+
+    with mode, torch.no_grad():
+        for node in nodes:
+            if node.op == "placeholder":
+                source = captured.constants.get(node.name)
+                known = source.tensor() if source is not None else None
+                fakes[node] = _like(mode, node.meta["val"] if known is None else known)
+            elif node.op == "get_attr":
+                fakes[node] = getattr(captured.owner, str(node.target))
+            elif node.op == "call_function":
+                assert callable(node.target)
+                args, kwargs = resolve(node.args), resolve(node.kwargs)
+                fakes[node] = node.target(*args, **kwargs)
+                if len(node.all_input_nodes) > 1 and not mutated_arguments(node):
+                    given = {storage_of(fake) for fake in tensors_in((args, list(kwargs.values())))}
+                    if any(storage_of(fake) in given for fake in tensors_in(fakes[node])):
+                        copied.add(node)
+                        fakes[node] = Copied(node.target)(*args, **kwargs)
+    return fakes, copied
+
+
+def _like(mode: FakeTensorMode, value: torch.Tensor) -> torch.Tensor:
+    if type(value).__name__ == "FakeTensor":
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return mode.from_tensor(value.detach(), static_shapes=True)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in nested tuples and lists."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def storage_of(fake: torch.Tensor) -> int:
+    """The same number for tensors that share memory."""
+    return fake.untyped_storage()._cdata if fake.layout is torch.strided else id(fake)
+
+
+def nbytes(fake: torch.Tensor) -> int:
+    """Bytes of the values themselves, however they lie."""
+    return fake.numel() * fake.element_size()
+
+
+def region_of(fake: torch.Tensor, buffer: str) -> Region:
+    """The bytes of a buffer that a tensor looks at."""
+    if fake.layout is not torch.strided:
+        return Region(buffer)
+    size = fake.element_size()
+    return Region(
+        buffer,
+        int(fake.storage_offset()) * size,
+        tuple(fake.shape),
+        tuple(stride * size for stride in fake.stride()),
+        size,
+    )
+
+
+def mutated_arguments(node: fx.Node) -> list[fx.Node]:
+    """Nodes whose memory an operator writes."""
+    written = written_arguments(node.target, node.args, node.kwargs)
+    return [value for value in written if isinstance(value, fx.Node)]
+
+
+def written_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """What an operator writes, by its schema, lists flattened."""
+    schema = getattr(target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    written: list[Any] = []
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[position] if position < len(args) else kwargs.get(argument.name)
+            written += given if isinstance(given, list | tuple) else [given]
+    return written
+
+
+def draws_random(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator moves the random generator on."""
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return True  # it may draw inside
+    if "dropout_p" in (names := _argument_names(target)):
+        position = names.index("dropout_p")
+        given = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
+        return bool(given != 0.0)
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+
+
+def _argument_names(target: Any) -> list[str]:
+    schema = getattr(target, "_schema", None)
+    return [] if schema is None else [argument.name for argument in schema.arguments]

@@ -1,0 +1,57 @@
+"""Equal calls merged into one: a cell whose branches all begin with the same ReLU needs it once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+_aten = torch.ops.aten
+
+
+def merge_equal(graph: fx.Graph, constants: frozenset[str]) -> int:
+    """Replace calls of one operator on the same arguments by the first of them; how many went.
+
+    Nothing is done where operators write values of the graph: the same arguments may then mean
+    different values. The write-backs at the end read what they write elsewhere and do not matter.
+    """
+    if any(_writes(node) and node.target is not _aten.copy_.default for node in graph.nodes):
+        return 0
+    first: dict[Any, fx.Node] = {}
+    merged = 0
+    for node in list(graph.nodes):
+        key = _key(node)
+        if key is None or first.setdefault(key, node) is node:
+            continue
+        node.replace_all_uses_with(first[key])
+        graph.erase_node(node)
+        merged += 1
+    return merged
+
+
+def _key(node: fx.Node) -> Any:
+    """The same for calls that give the same value; None for what must be left alone."""
+    if node.op != "call_function" or node.is_impure() or _writes(node):
+        return None
+    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        return None
+    key = (node.target, _hashable(node.args), _hashable(node.kwargs))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return (type(value).__name__, *map(_hashable, value))
+    if isinstance(value, dict):
+        return tuple((name, _hashable(item)) for name, item in value.items())
+    return (type(value), value)  # 1, 1.0 and True are different arguments
+
+
+def _writes(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
