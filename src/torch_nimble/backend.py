@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from torch_nimble.devices.base import RefusedError
-from torch_nimble.devices.cuda import Candidates, race_replays
+from torch_nimble.devices.cuda import TIE_OF_REPLAYS, Candidates, race_replays
 from torch_nimble.errors import LoweringError, NimbleWarning, OptionError
 from torch_nimble.execute.cuda import CudaExecutable
 from torch_nimble.execute.measure import fastest
@@ -223,7 +223,7 @@ def _fastest(
     trial = _Trial(lowered, tensors)
     entries = list(Candidates(trial, options, Room(room.device)).usual())
     timings = race_replays(entries)
-    name = fastest(timings, {entry.name: entry.plan.streams for entry in entries})
+    name = fastest(timings, {entry.name: entry.plan.streams for entry in entries}, TIE_OF_REPLAYS)
     winner = next(entry for entry in entries if entry.name == name)
     for entry in entries:
         entry.executable.close()

@@ -139,14 +139,15 @@ class Engine(ModelFace):
             return
         if prepared.signature.autocast is not None or structure != flatten_inputs(tensors, {})[1]:
             return
-        callee, modules, modes = self._callee, self._modules_watch, prepared.signature.training
+        callee, modules, modes = self._callee, self._modules_watch, list(prepared.signature.training)
+        watch, is_module = prepared.watch, callee.module is not None
 
         def unchanged() -> bool:
             return (
-                modules.unchanged()
-                and callee.reaches_the_same()
-                and prepared.watch.unchanged()
+                watch.unchanged()
+                and modules.unchanged()
                 and modules.training() == modes
+                and (is_module or callee.reaches_the_same())
             )
 
         self._set_own("_quick", QuickCall(prepared, executable, tensors, unchanged))
@@ -346,7 +347,7 @@ class Engine(ModelFace):
             structure,
             tensor_keys(tensors, home if kind == "cuda" else None),
             AutocastState.current(kind),
-            self._modules_watch.training(),
+            tuple(self._modules_watch.training()),
             torch.get_default_dtype(),
         )
 

@@ -118,7 +118,7 @@ def _prepare(
             errors = "; ".join(f"{e.name}: {e.note}" for e in entries)
             log.error("no plan agrees with eager: %s", errors)
             raise MismatchError("no plan agrees with eager")
-        chosen = fastest(timings, {e.name: e.plan.streams for e in right})
+        chosen = fastest(timings, {e.name: e.plan.streams for e in right}, device.tie)
         winner = next(e for e in right if e.name == chosen)
         with stages("settle"):
             count = len(winner.trial.lowered.program.outputs)

@@ -52,11 +52,8 @@ class QuickCall:
         with self._lock:
             if self._prepared.closed or (self._checks_first and not self._unchanged()):
                 return MISS
-            binding = self._executable.launch(args)
-            is_valid = self._checks_first or self._unchanged()
-            results = self._executable.results(binding)
-            self._executable.room.leave()
-            if not is_valid:
+            results = self._executable.call(args)
+            if not (self._checks_first or self._unchanged()):
                 return MISS
             self._prepared.calls += 1
         return results[0] if self._is_single else unflatten_output(self._structure, results)
@@ -75,8 +72,7 @@ class QuickCall:
                 return False
         return (
             torch._C._cuda_getDevice() == self._index
-            and not torch.is_autocast_enabled("cuda")
-            and not torch.is_autocast_enabled("cpu")
+            and not torch._C._is_any_autocast_enabled()
             and torch.get_default_dtype() is self._default_dtype
             and os.getpid() == self._pid
         )

@@ -25,12 +25,15 @@ from torch_nimble.lower import Program, Ref
 
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 
-_optimizer_steps = 0
+_optimizer_steps = [0]
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_TRAINING = operator.itemgetter("training")
+_VERSION = operator.attrgetter("_version")
+_DATA_PTR = torch.Tensor.data_ptr
 
 
 def _count_optimizer_step(*_: object) -> None:
-    global _optimizer_steps
-    _optimizer_steps += 1
+    _optimizer_steps[0] += 1
 
 
 def watch_optimizers() -> None:
@@ -136,7 +139,8 @@ def _key(value: Any, keys: Mapping[str, Any]) -> Any:
 class ModuleWatch:
     """The modules of a model as they were: which there are, their plain attributes, hooks and modes.
 
-    All that is frozen into a graph by tracing, and none of it may change unnoticed.
+    All that is frozen into a graph by tracing, and none of it may change unnoticed. A network has
+    thousands of such things, and they are looked at in every call: all loops here run inside of `map`.
     """
 
     def __init__(self, roots: Iterable[nn.Module]) -> None:
@@ -144,13 +148,11 @@ class ModuleWatch:
         self._children_of = [m._modules for m in self.modules if m._modules]
         self._children = self._children_now()
         self._tables = [vars(module) for module in self.modules]
-        keys = [
-            tuple(name for name, v in table.items() if isinstance(v, _PLAIN) and name != "training")
-            for table in self._tables
-        ]
-        # Two keys that every module has, so that the getter returns a tuple in any case.
-        self._getters = [operator.itemgetter("_modules", "_buffers", *names) for names in keys]
-        self._sizes = [len(table) for table in self._tables]
+        self._sizes = list(map(len, self._tables))
+        watched = [(table, names) for table in self._tables if (names := _own_attributes(table))]
+        self._owners = [table for table, _ in watched]
+        # A key that every module has, so that the getter returns a tuple in any case.
+        self._getters = [operator.itemgetter("_modules", *names) for _, names in watched]
         self._values = self._values_now()
         self._hooks = [hooks for m in self.modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._hook_keys = self._hook_keys_now()
@@ -161,10 +163,10 @@ class ModuleWatch:
         return list(chain.from_iterable(map(dict.values, self._children_of)))
 
     def _values_now(self) -> list[tuple[Any, ...]]:
-        return [get(table) for get, table in zip(self._getters, self._tables, strict=True)]
+        return list(map(operator.call, self._getters, self._owners))
 
     def _hook_keys_now(self) -> list[int]:
-        return list(chain.from_iterable(self._hooks))
+        return list(chain.from_iterable(self._hooks)) if any(self._hooks) else []
 
     def unchanged(self) -> bool:
         """Whether the model still consists of the same modules with the same attributes and hooks."""
@@ -177,6 +179,10 @@ class ModuleWatch:
             return self._values == self._values_now()
         except KeyError:  # an attribute is gone
             return False
+
+    def training(self) -> list[bool]:
+        """The mode of every module."""
+        return list(map(_TRAINING, self._tables))
 
     def devices(self) -> frozenset[torch.device]:
         """Where the tensors of the modules lie; looked for anew when the first of them has moved."""
@@ -200,9 +206,10 @@ class ModuleWatch:
         self._first = next(((table, key) for table, key, _ in found.values()), None)
         self._devices = frozenset(device for _, _, device in found.values())
 
-    def training(self) -> tuple[bool, ...]:
-        """The mode of every module."""
-        return tuple([module.training for module in self.modules])
+
+def _own_attributes(table: dict[str, Any]) -> list[str]:
+    """Plain attributes of a module beside those that every module has."""
+    return [n for n, value in table.items() if isinstance(value, _PLAIN) and n not in _OF_EVERY_MODULE]
 
 
 class Watch:
@@ -214,15 +221,14 @@ class Watch:
         tensors = {name: source.tensor() for name, source in sources.items()}
         # Tied weights stand in several tables; replacing any of them changes the model.
         used = {id(tensor) for tensor in tensors.values()}
-        slots = {(id(source.table), source.key): source.table for source in sources.values()}
-        for module in modules:
-            for table in (module._parameters, module._buffers):
-                slots |= {
-                    (id(table), key): table
-                    for key, tensor in table.items()
-                    if tensor is None or id(tensor) in used
-                }
-        self._slots = [(table, key) for (_, key), table in slots.items()]
+        own: list[dict[str, Any]] = [
+            table for module in modules for table in (module._parameters, module._buffers) if table
+        ]
+        self._tables = [
+            table for table in own if any(t is None or id(t) in used for t in table.values())
+        ]
+        whole = {id(table) for table in self._tables}
+        self._single = [(s.table, s.key) for s in sources.values() if id(s.table) not in whole]
         self._tensors = self._now()
         # State is written by the plan itself, and read anew each time.
         self._counted = [
@@ -230,24 +236,27 @@ class Watch:
             for name, tensor in tensors.items()
             if tensor is not None and name not in state and not tensor.is_inference()
         ]
-        self._versions = [tensor._version for tensor in self._counted]
+        self._versions = list(map(_VERSION, self._counted))
+        self._addresses = list(map(_DATA_PTR, self._counted))
         self._looks = _looks(self._tensors)
-        self._addresses = [tensor.data_ptr() for tensor in self._counted]
-        self._steps = _optimizer_steps
+        self._steps = _optimizer_steps[0]
 
     def _now(self) -> list[Any]:
-        return [table.get(key) for table, key in self._slots]
+        now = list(chain.from_iterable(map(dict.values, self._tables)))
+        return now + [table.get(key) for table, key in self._single]
 
     def unchanged(self) -> bool:
         """Whether the model still holds the same tensors, with the same versions and memory.
 
         `Module.to` and `p.data = q` exchange the memory of a parameter, which moves no counter.
         """
+        now = self._now()
         return (
-            all(map(operator.is_, self._now(), self._tensors))
-            and self._versions == [tensor._version for tensor in self._counted]
-            and self._addresses == [tensor.data_ptr() for tensor in self._counted]
-            and self._steps == _optimizer_steps
+            len(now) == len(self._tensors)
+            and all(map(operator.is_, now, self._tensors))
+            and self._versions == list(map(_VERSION, self._counted))
+            and self._addresses == list(map(_DATA_PTR, self._counted))
+            and self._steps == _optimizer_steps[0]
         )
 
     def fits(self) -> bool:

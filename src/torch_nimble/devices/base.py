@@ -13,7 +13,7 @@ import torch
 
 from torch_nimble.capture import Adapter, Captured
 from torch_nimble.errors import NimbleError, PlanError
-from torch_nimble.execute.measure import Timing
+from torch_nimble.execute.measure import TIE, Timing
 from torch_nimble.explain import Candidate
 from torch_nimble.lower import Lowered
 from torch_nimble.options import Options
@@ -119,6 +119,8 @@ class Device(abc.ABC):
     device: torch.device
     lock: threading.Lock | None = None
     """Held while a plan runs, where plans of one engine exclude each other."""
+    tie: float = TIE
+    """Medians closer than this factor count as equal."""
 
     @abc.abstractmethod
     def capture(self, adapter: Adapter, tensors: Sequence[torch.Tensor]) -> Captured:

@@ -16,11 +16,11 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from torch_nimble.execute.driver import copy_async
 from torch_nimble.execute.room import Room
 from torch_nimble.lower import Lowered
 from torch_nimble.lower.observe import storage_of, tensors_in
@@ -149,11 +149,11 @@ class CudaExecutable:
 
     def launch(self, tensors: Sequence[Tensor]) -> Binding:
         """Copy the inputs to their places and start the graph."""
-        self.room.enter()
+        stream = self.room.enter()
         key = self._key(tensors) if self._bound else ()
         binding = self._bindings.get(key) or self._capture(tensors)
-        binding.take(tensors)
-        binding.graph.replay()
+        binding.take(tensors, stream)
+        binding.replay()
         for i in self._written:
             if binding.inputs[i].data_ptr() != tensors[i].data_ptr():
                 tensors[i].copy_(binding.inputs[i])
@@ -209,21 +209,47 @@ class CudaExecutable:
         self.constants = {}
 
 
-@dataclass(frozen=True, eq=False)
 class Binding:
     """A captured graph, and where its inputs and results lie."""
 
-    graph: torch.cuda.CUDAGraph
-    inputs: list[Tensor]
-    outputs: list[Tensor]
-    memory_bytes: int
-    """What its buffers take, workspaces of libraries not counted."""
+    def __init__(
+        self,
+        graph: torch.cuda.CUDAGraph,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+        memory_bytes: int,
+    ) -> None:
+        self.graph = graph
+        self.inputs = inputs
+        self.outputs = outputs
+        self.memory_bytes = memory_bytes
+        """What its buffers take, workspaces of libraries not counted."""
+        # The class above only adds a call.
+        self.replay: Callable[[], None] = super(torch.cuda.CUDAGraph, graph).replay
+        self._places = [
+            (place, place.data_ptr(), place.device, place.dtype, place.shape, place.stride(),
+             place.numel() * place.element_size() if _is_dense(place) else -1)
+            for place in inputs
+        ]  # fmt: skip
+        self._copy = copy_async()
 
-    def take(self, tensors: Sequence[Tensor]) -> None:
+    def take(self, tensors: Sequence[Tensor], stream: int) -> None:
         """Copy inputs to their places, those that are not there already."""
-        for place, tensor in zip(self.inputs, tensors, strict=True):
-            if tensor.data_ptr() != place.data_ptr() or tensor.device != place.device:
-                place.copy_(tensor)
+        for tensor, place in zip(tensors, self._places, strict=True):
+            to, address, device, dtype, shape, strides, nbytes = place
+            source = tensor.data_ptr()
+            if source == address and tensor.device == device:
+                continue
+            if (
+                nbytes > 0
+                and tensor.device == device
+                and tensor.dtype is dtype
+                and tensor.stride() == strides
+                and tensor.shape == shape
+                and self._copy(address, source, nbytes, stream) == 0
+            ):
+                continue
+            to.copy_(tensor)
 
 
 class Walk:
@@ -390,6 +416,17 @@ def _buffers_of_results(lowered: Lowered) -> frozenset[str]:
             if call.name not in buffer_of and bases:
                 buffer_of[call.name] = bases[0]
     return frozenset(buffer_of[output.name] for output in program.outputs if output.name in buffer_of)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill one piece of memory, each once."""
+    order = sorted(range(tensor.dim()), key=lambda i: (tensor.stride(i), tensor.shape[i]))
+    expected = 1
+    for i in order:
+        if tensor.shape[i] != 1 and tensor.stride(i) != expected:
+            return False
+        expected *= tensor.shape[i]
+    return True
 
 
 def covered_bytes(places: Iterable[tuple[int, int]]) -> int:

@@ -68,10 +68,10 @@ def race(
     return {name: Timing(tuple(seconds)) for name, seconds in taken.items()}
 
 
-def fastest(timings: Mapping[str, Timing], simplicity: Mapping[str, int]) -> str:
+def fastest(timings: Mapping[str, Timing], simplicity: Mapping[str, int], tie: float = TIE) -> str:
     """The candidate with the smallest median; ties within the noise go to the simplest."""
     best = min(timing.median_us for timing in timings.values())
-    close = [name for name, timing in timings.items() if timing.median_us <= best * TIE]
+    close = [name for name, timing in timings.items() if timing.median_us <= best * tie]
     return min(close, key=lambda name: (simplicity[name], timings[name].median_us))
 
 

@@ -7,6 +7,7 @@ Two engines have nothing in common.
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import torch
 
@@ -20,18 +21,25 @@ class Room:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.streams = Streams(device)
-        self.pool = torch.cuda.graph_pool_handle()
+        # Lives as long as this object; the handle of a pool without owner is void once its graphs are.
+        self._pool = torch.cuda.MemPool()
         self.lock = threading.Lock()
         self._segments: list[torch.Tensor] = []
         self._left = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._last_stream = 0
 
-    def enter(self) -> None:
+    @property
+    def pool(self) -> Any:
+        """Where operators allocate while they are captured."""
+        return self._pool.id
+
+    def enter(self) -> int:
         """Begin work on the current stream, after the work of whoever was here before on another."""
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
         if stream != self._last_stream:
             torch.cuda.current_stream(self.device).wait_event(self._left)
             self._last_stream = stream
+        return stream
 
     def leave(self) -> None:
         """End work on the current stream."""

@@ -8,11 +8,11 @@ between engines. These come from the driver, non-blocking, one set for each engi
 from __future__ import annotations
 
 import ctypes
-import functools
-import sys
 import weakref
 
 import torch
+
+from torch_nimble.execute.driver import driver
 
 _NON_BLOCKING = 1
 _HIGH, _NORMAL = -1, 0
@@ -39,16 +39,11 @@ class Streams:
         return self._made[key]
 
 
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-
-
 def _create(device: torch.device, priority: int) -> int:
     handle = ctypes.c_void_p()
     with torch.cuda.device(device):
         torch.cuda.current_stream().query()  # makes the device's context the thread's own
-        status = _driver().cuStreamCreateWithPriority(ctypes.byref(handle), _NON_BLOCKING, priority)
+        status = driver().cuStreamCreateWithPriority(ctypes.byref(handle), _NON_BLOCKING, priority)
     if status != 0 or handle.value is None:
         raise RuntimeError(f"the CUDA driver could not make a stream (error {status})")
     return handle.value
@@ -56,5 +51,5 @@ def _create(device: torch.device, priority: int) -> int:
 
 def _destroy(handles: list[int]) -> None:
     for handle in handles:
-        _driver().cuStreamDestroy_v2(ctypes.c_void_p(handle))
+        driver().cuStreamDestroy_v2(ctypes.c_void_p(handle))
     handles.clear()
