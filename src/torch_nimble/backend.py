@@ -210,6 +210,7 @@ def _lowered(
         preamble=recording.preamble,
         tasks=recording.calls,
         outputs=tuple(Output(name, copy=True) for name in made),
+        lies_in=recording.lies_in,
         output_structure=Leaf(),
         allocations=recording.allocations,
     )

@@ -51,12 +51,15 @@ def options(
 def demo(
     network: Annotated[str, typer.Option(help="A network of the zoo.")] = "nasnet-a-mobile",
     rounds: Annotated[int, typer.Option(min=3, help="Interleaved rounds of timing.")] = 15,
+    device: Annotated[
+        str | None, typer.Option(help="cuda or cpu; a GPU if there is one, unless given.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Plan, prepare, check and time NASNet-A mobile against eager PyTorch."""
     from torch_nimble.demo import run_demo
 
-    account = run_demo(network, rounds, Console(stderr=as_json, highlight=False))
+    account = run_demo(network, rounds, Console(stderr=as_json, highlight=False), device)
     if as_json:
         typer.echo(json.dumps(account.to_dict(), indent=1))
     if not account.agrees:

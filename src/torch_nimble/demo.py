@@ -10,10 +10,14 @@ from rich.console import Console
 
 from torch_nimble import zoo
 from torch_nimble.api import compile
+from torch_nimble.errors import OptionError
 from torch_nimble.execute.check import TOLERANCE, worst_error
 from torch_nimble.execute.measure import Timing, race
 from torch_nimble.explain import Explanation
 from torch_nimble.tree import flatten_inputs, flatten_output, unflatten_inputs
+
+# Convolutions use TF32 on a GPU unless torch is told not to.
+_TF32_TOLERANCE = 2e-2
 
 
 @dataclass(frozen=True)
@@ -54,34 +58,38 @@ class DemoAccount:
         }
 
 
-def run_demo(name: str, rounds: int, console: Console) -> DemoAccount:
+def run_demo(name: str, rounds: int, console: Console, device: str | None = None) -> DemoAccount:
     """Load, plan, prepare, check on fresh inputs, time both interleaved, and tell."""
+    home = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if home.type == "cuda" and not torch.cuda.is_available():
+        raise OptionError("--device cuda needs a GPU that this torch can use, and there is none")
     with console.status("loading the network") as status:
         network = zoo.load(name)
-        parameters = sum(p.numel() for p in network.model.parameters())
+        model = network.model.to(home)
+        parameters = sum(p.numel() for p in model.parameters())
         console.print(f"[bold]{network.name}[/bold], {parameters / 1e6:.1f} M parameters, batch 1")
-        console.print(
-            f"running on the CPU with {torch.get_num_threads()} threads"
-            + (" (a GPU is here, but not used in this version)" if torch.cuda.is_available() else "")
-        )
-        fast = compile(network.model, progress=lambda stage: status.update(f"preparing: {stage}"))
-        fast.prepare(network.args, network.kwargs)
+        console.print(f"running on {_where(home)}")
+        fast = compile(model, progress=lambda stage: status.update(f"preparing: {stage}"))
+        tensors, structure = flatten_inputs(network.args, network.kwargs)
+        given_args, given_kwargs = unflatten_inputs(structure, [t.to(home) for t in tensors])
+        fast.prepare(given_args, given_kwargs)
         console.print(fast.explain())
 
         status.update("checking against eager on fresh inputs")
-        tensors, structure = flatten_inputs(network.args, network.kwargs)
-        fresh = [_fresh(tensor) for tensor in tensors]
-        args, kwargs = unflatten_inputs(structure, fresh)
+        args, kwargs = unflatten_inputs(structure, [_fresh(tensor).to(home) for tensor in tensors])
         with torch.no_grad():
-            reference, _ = flatten_output(network.model(*args, **kwargs))
-            another, _ = flatten_output(network.model(*network.args, **network.kwargs))
+            reference, _ = flatten_output(model(*args, **kwargs))
+            another, _ = flatten_output(model(*given_args, **given_kwargs))
             result, _ = flatten_output(fast(*args, **kwargs))
+            finish = torch.cuda.synchronize if home.type == "cuda" else _nothing
 
             def eager_call() -> None:
-                network.model(*args, **kwargs)
+                model(*args, **kwargs)
+                finish()
 
             def our_call() -> None:
                 fast(*args, **kwargs)
+                finish()
 
             status.update("timing both, interleaved")
             timings = race({"eager": eager_call, "ours": our_call}, rounds=rounds, settle=3)
@@ -89,7 +97,7 @@ def run_demo(name: str, rounds: int, console: Console) -> DemoAccount:
         network=network.name,
         explanation=fast.explain(),
         error=worst_error(result, reference),
-        tolerance=TOLERANCE[reference[0].dtype],
+        tolerance=_TF32_TOLERANCE if home.type == "cuda" else TOLERANCE[reference[0].dtype],
         other_input=worst_error(another, reference),
         eager=timings["eager"],
         ours=timings["ours"],
@@ -106,6 +114,16 @@ def run_demo(name: str, rounds: int, console: Console) -> DemoAccount:
     )
     fast.close()
     return account
+
+
+def _where(home: torch.device) -> str:
+    if home.type == "cuda":
+        return torch.cuda.get_device_name(home)
+    return f"the CPU with {torch.get_num_threads()} threads"
+
+
+def _nothing() -> None:
+    """A CPU has finished when it returns."""
 
 
 def _fresh(tensor: torch.Tensor) -> torch.Tensor:

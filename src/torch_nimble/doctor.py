@@ -31,10 +31,14 @@ def examine() -> dict[str, Any]:
         engine = "none: TORCH_NIMBLE_DISABLE is set, everything runs eagerly"
     else:
         engine = f"CPU threads, {torch.get_num_threads()} intra-operator threads to divide"
+        if gpus:
+            from torch_nimble.lower.inductor import unsupported
+
+            reason = unsupported()
+            kernels = "Inductor's fused kernels" if reason is None else f"torch's operators ({reason})"
+            engine = f"CUDA graphs of {kernels}; for models on the CPU: {engine}"
     optional = {name: _version(name) for name in _OPTIONAL}
     missing = [f"{name}: {use}" for name, use in _OPTIONAL.items() if optional[name] is None]
-    if gpus:
-        missing.append("a CUDA engine: models on the GPU run eagerly in this version")
     return {
         "torch_nimble": torch_nimble.__version__,
         "python": platform.python_version(),

@@ -137,8 +137,6 @@ class Engine(ModelFace):
         executable = prepared.choice.executable
         if not isinstance(executable, CudaExecutable) or self._batching is not None:
             return
-        if prepared.signature.autocast is not None or structure != flatten_inputs(tensors, {})[1]:
-            return
         callee, modules, modes = self._callee, self._modules_watch, list(prepared.signature.training)
         watch, is_module = prepared.watch, callee.module is not None
 
@@ -150,7 +148,7 @@ class Engine(ModelFace):
                 and (is_module or callee.reaches_the_same())
             )
 
-        self._set_own("_quick", QuickCall(prepared, executable, tensors, unchanged))
+        self._set_own("_quick", QuickCall(prepared, executable, structure, tensors, unchanged))
 
     def _call_batched(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Any:
         batching = self._batching

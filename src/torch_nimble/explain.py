@@ -69,6 +69,7 @@ class SignatureAccount:
     stages_s: dict[str, float]
     memory_bytes: int = 0
     notes: tuple[str, ...] = ()
+    tasks_are: str = "operators"
 
 
 @dataclass(frozen=True)
@@ -146,8 +147,9 @@ def _signature_parts(account: SignatureAccount) -> list[RenderableType]:
     ratio = replay_us / account.critical_path_us if account.critical_path_us else 0.0
     lines = [
         f"inputs: {account.inputs}; calls: {account.calls}",
-        f"tasks: {facts.tasks}, dependencies: {facts.edges} ({facts.reduced_edges} after reduction), "
-        f"chains: {facts.chains}, at most {facts.width} tasks at a time",
+        f"tasks: {facts.tasks} {account.tasks_are}, dependencies: {facts.edges} "
+        f"({facts.reduced_edges} after reduction), chains: {facts.chains}, "
+        f"at most {facts.width} tasks at a time",
         f"chosen: {account.chosen}, streams: {account.streams}, waits: {account.waits}; critical path "
         f"{_time(account.critical_path_us)}, the plan takes {ratio:.2f} times that",
     ]

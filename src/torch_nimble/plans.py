@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,9 @@ class Plan:
     """Launches in order, by which planner, and facts about the graph they were made for.
 
     `layout` is that of the graph: a network with convolutions has two lowerings. On a GPU the tasks of
-    the streams in `high_priority` go first where two are ready and there is room for one.
+    the streams in `high_priority` go first where two are ready and there is room for one. `variants`
+    says which of several tuned versions of a kernel was used, so that the plan gives the same bits
+    again in another process.
     """
 
     launches: tuple[Launch, ...]
@@ -56,6 +58,7 @@ class Plan:
     facts: GraphFacts | None = None
     layout: Layout = "as captured"
     high_priority: frozenset[int] = frozenset()
+    variants: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def streams(self) -> int:
@@ -96,6 +99,7 @@ class Plan:
             "streams": self.streams,
             "waits": self.waits,
             **({"high_priority": sorted(self.high_priority)} if self.high_priority else {}),
+            **({"variants": dict(self.variants)} if self.variants else {}),
             "plan": [_launch_to_dict(launch) for launch in self.launches],
         }
 
@@ -111,7 +115,12 @@ class Plan:
         launches = tuple(_launch_from_dict(entry, i) for i, entry in enumerate(data["plan"]))
         planner = str(data.get("planner", "custom"))
         facts, layout = _facts_from_dict(data), layout_of(data, PlanError)
-        return cls(launches, planner, facts, layout, _high_priority_from_dict(data))
+        high, variants = _high_priority_from_dict(data), data.get("variants", {})
+        if not isinstance(variants, Mapping) or not all(isinstance(v, str) for v in variants.values()):
+            raise PlanError(
+                f"the plan's field 'variants' is {variants!r}, not names of kernels' versions"
+            )
+        return cls(launches, planner, facts, layout, high, dict(variants))
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""

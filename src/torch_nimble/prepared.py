@@ -121,6 +121,7 @@ class Prepared:
             stages_s=self.choice.stages_s,
             memory_bytes=self.choice.memory_bytes,
             notes=self.device.notes(),
+            tasks_are=self.choice.lowered.tasks_are,
         )
 
 

@@ -14,21 +14,23 @@ from typing import Any, Final
 
 import torch
 
+from torch_nimble.capture import AutocastState
 from torch_nimble.execute.cuda import CudaExecutable
 from torch_nimble.prepared import Prepared
-from torch_nimble.tree import Leaf, unflatten_output
+from torch_nimble.tree import Leaf, Node, flatten_inputs, unflatten_output
 
 MISS: Final = object()
 """Not such a call."""
 
 
 class QuickCall:
-    """Serves calls with plain positional tensors on the engine's device, outside of autocast."""
+    """Serves calls like one that was served, with tensors on the engine's device."""
 
     def __init__(
         self,
         prepared: Prepared,
         executable: CudaExecutable,
+        structure: Node,
         tensors: Sequence[torch.Tensor],
         unchanged: Callable[[], bool],
     ) -> None:
@@ -40,26 +42,34 @@ class QuickCall:
         self._count = len(tensors)
         self._unchanged = unchanged
         self._default_dtype = torch.get_default_dtype()
-        self._structure = prepared.output_structure
-        self._is_single = isinstance(self._structure, Leaf)
+        self._autocast = prepared.signature.autocast
+        self._structure = structure
+        self._is_plain = structure == flatten_inputs(tensors, {})[1]
+        self._results = prepared.output_structure
+        self._is_single = isinstance(self._results, Leaf)
         self._checks_first = prepared.writes
         self._pid = os.getpid()
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the call gives, or MISS."""
-        if kwargs or len(args) != self._count or not self._fits(args):
+        tensors: Sequence[Any] = args
+        if kwargs or not self._is_plain:
+            tensors, structure = flatten_inputs(args, kwargs)
+            if structure != self._structure:
+                return MISS
+        if len(tensors) != self._count or not self._fits(tensors):
             return MISS
         with self._lock:
             if self._prepared.closed or (self._checks_first and not self._unchanged()):
                 return MISS
-            results = self._executable.call(args)
+            results = self._executable.call(tensors)
             if not (self._checks_first or self._unchanged()):
                 return MISS
             self._prepared.calls += 1
-        return results[0] if self._is_single else unflatten_output(self._structure, results)
+        return results[0] if self._is_single else unflatten_output(self._results, results)
 
-    def _fits(self, args: tuple[Any, ...]) -> bool:
-        for tensor, (shape, dtype, device) in zip(args, self._kinds, strict=True):
+    def _fits(self, tensors: Sequence[Any]) -> bool:
+        for tensor, (shape, dtype, device) in zip(tensors, self._kinds, strict=True):
             if (
                 type(tensor) is not torch.Tensor
                 or tensor.shape != shape
@@ -72,7 +82,8 @@ class QuickCall:
                 return False
         return (
             torch._C._cuda_getDevice() == self._index
-            and not torch._C._is_any_autocast_enabled()
+            and self._autocast
+            == (AutocastState.current("cuda") if torch._C._is_any_autocast_enabled() else None)
             and torch.get_default_dtype() is self._default_dtype
             and os.getpid() == self._pid
         )

@@ -38,10 +38,11 @@ from pure.strategies import (
     programs,
     subsets,
 )
-from torch_nimble.errors import OptionError
-from torch_nimble.plans import Plan
+from torch_nimble.errors import OptionError, PlanError
+from torch_nimble.plans import Launch, Plan
 from torch_nimble.schedule import (
     analyse,
+    critical_first,
     critical_path,
     lanes,
     max_concurrency,
@@ -470,3 +471,29 @@ def test_plans_do_not_depend_on_the_hash_seed() -> None:
     assert outputs[0] == outputs[1]
     for _graph, *documents in json.loads(outputs[0]):
         assert [len(Plan.from_dict(document).launches) for document in documents] == [30] * 3
+
+
+# -------------------------------------------------------------------- priorities
+
+
+@given(st.data())
+def test_critical_first_is_a_valid_plan_with_the_longest_path_on_high_priority(
+    data: st.DataObject,
+) -> None:
+    graph = data.draw(graphs())
+    plan = data.draw(plans(graph))
+    first = critical_first(graph, plan)
+    verify(graph, first)
+    assert [launch.task for launch in first.launches] == [launch.task for launch in plan.launches]
+    high = {launch.task for launch in first.launches if launch.stream in first.high_priority}
+    _, path = critical_path(graph)
+    assert high >= set(path)
+    assert Plan.from_dict(first.to_dict()) == first
+
+
+def test_priorities_and_variants_survive_json_and_are_checked() -> None:
+    plan = Plan((Launch("a", 0), Launch("b", 1)), high_priority=frozenset([1]), variants={"k": "x"})
+    assert Plan.from_dict(plan.to_dict()) == plan
+    for field, value in (("high_priority", 3), ("high_priority", [-1]), ("variants", {"k": 1})):
+        with pytest.raises(PlanError, match=r"high_priority|variants|stream"):
+            Plan.from_dict({**plan.to_dict(), field: value})

@@ -23,7 +23,7 @@ from torch_nimble.devices.base import (
     custom_plan,
 )
 from torch_nimble.devices.layout import faster_layout
-from torch_nimble.errors import FallbackError, LoweringError
+from torch_nimble.errors import FallbackError, LoweringError, PlanError
 from torch_nimble.execute.cuda import Binding, CudaExecutable
 from torch_nimble.execute.measure import Timing, race
 from torch_nimble.execute.room import Room
@@ -65,7 +65,7 @@ class CudaDevice(Device):
         self.device = torch.device("cuda", index)
         self.room = Room(self.device)
         self.lock = self.room.lock
-        self._too_large: list[Candidate] = []
+        self._not_tried: list[Candidate] = []
 
     def running(self) -> contextlib.AbstractContextManager[None]:
         """On this device, whichever the caller's current one is."""
@@ -105,7 +105,7 @@ class CudaDevice(Device):
     def entries(self, trial: Trial, options: Options) -> Iterator[Entry]:
         """Serial, lanes and maximum concurrency, the last ones also with priorities."""
         make = Candidates(trial, options, Room(self.device))
-        self._too_large = make.too_large
+        self._not_tried = make.left_out
         custom = custom_plan(trial.lowered, options)
         if custom is not None:
             yield make.entry(custom(make.lowered.graph))
@@ -114,7 +114,7 @@ class CudaDevice(Device):
 
     def left_out(self, trial: Trial, options: Options) -> tuple[Candidate, ...]:
         """Plans that need more memory than allowed."""
-        return tuple(self._too_large)
+        return tuple(self._not_tried)
 
     def race(self, entries: Sequence[Entry]) -> Mapping[str, Timing]:
         """Replays, each from launch to end as a caller would wait for it, in interleaved rounds."""
@@ -126,9 +126,10 @@ class CudaDevice(Device):
         """The winner's plan captured again in the engine's own room; that of the trial is freed."""
         for entry in entries:
             entry.executable.close()
-        made = CudaExecutable(
-            winner.executable.lowered, winner.plan, self.room, static_outputs=options.static_outputs
-        )
+        lowered = winner.executable.lowered
+        variants = {name: k.variant() for name, k in lowered.program.tunables().items()}
+        plan = dataclasses.replace(winner.plan, variants=variants)
+        made = CudaExecutable(lowered, plan, self.room, static_outputs=options.static_outputs)
         made.result_strides = strides
         made.bind(winner.trial.constants, winner.trial.given)
         return made
@@ -157,8 +158,10 @@ class Candidates:
         self._trial = trial
         self._room = room
         self.lowered = trial.lowered
-        self.too_large: list[Candidate] = []
+        self.left_out: list[Candidate] = []
         plan = serial(self.lowered.graph)
+        if options.plan is not None:
+            self._use_variants(options.plan, options.strict)
         warm = CudaExecutable(self.lowered, plan, room)
         warm.warm_up(trial.copied_constants, trial.inputs)
         trial.restore()
@@ -180,6 +183,17 @@ class Candidates:
                 f"{self.first.memory_bytes} for activations, inputs, results and workspaces"
             )
 
+    def _use_variants(self, plan: Plan, strict: bool) -> None:
+        """Kernels in the versions that the plan was made with, so that it gives the same bits."""
+        for name, kernel in self.lowered.program.tunables().items():
+            try:
+                if plan.variants.get(name):
+                    kernel.use(plan.variants[name])
+            except PlanError as reason:
+                if strict:
+                    raise
+                self.left_out.append(not_tried(f"the plan's version of {name}", str(reason)))
+
     def usual(self) -> Iterator[CudaEntry]:
         """Serial, lanes and maximum concurrency, the last ones also with priorities."""
         graph = self.lowered.graph
@@ -193,7 +207,7 @@ class Candidates:
             try:
                 yield self.entry(plan)
             except RefusedError as reason:
-                self.too_large.append(not_tried(plan.planner, str(reason)))
+                self.left_out.append(not_tried(plan.planner, str(reason)))
 
     def entry(self, plan: Plan) -> CudaEntry:
         """That plan, ready to be replayed; RefusedError if it needs too much memory."""

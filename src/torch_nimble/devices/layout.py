@@ -19,42 +19,45 @@ Shape = tuple[Any, ...]
 
 def faster_layout(captured: Captured, device: torch.device) -> Layout:
     """Time all convolutions of images one after another in either layout; ties stay as captured."""
-    found = Counter(
-        _shape(node)
+    nodes = [
+        node
         for node in captured.graph.nodes
         if node.target in CONVOLUTIONS and node.meta["val"].dim() == 4
-    )
-    if not found:
+    ]
+    as_captured = Counter(_shape(node, _captured_format(node)) for node in nodes)
+    channels_last = Counter(_shape(node, torch.channels_last) for node in nodes)
+    if as_captured == channels_last:
         return "as captured"
-    if all(_is_channels_last(node) for node in captured.graph.nodes if node.target in CONVOLUTIONS):
-        return "channels-last"
-    plain = _seconds(found, torch.contiguous_format, device)
-    other = _seconds(found, torch.channels_last, device)
-    return "channels-last" if other < plain else "as captured"
+    is_faster = _seconds(channels_last, device) < _seconds(as_captured, device)
+    return "channels-last" if is_faster else "as captured"
 
 
-def _shape(node: fx.Node) -> Shape:
+def _shape(node: fx.Node, layout: torch.memory_format) -> Shape:
     image, weight = (node.args[i].meta["val"] for i in (0, 1))  # type: ignore[union-attr]
     rest = tuple(tuple(a) if isinstance(a, list) else a for a in node.args[3:])
-    return node.target, tuple(image.shape), tuple(weight.shape), image.dtype, rest
+    return node.target, tuple(image.shape), tuple(weight.shape), image.dtype, layout, rest
 
 
-def _is_channels_last(node: fx.Node) -> bool:
-    image = node.args[0].meta["val"]  # type: ignore[union-attr]
-    return image.dim() == 4 and bool(image.is_contiguous(memory_format=torch.channels_last))
+def _captured_format(node: fx.Node) -> torch.memory_format:
+    """Channels-last if eager would convolve so: either of its tensors is laid out that way."""
+    tensors = [node.args[i].meta["val"] for i in (0, 1)]  # type: ignore[union-attr]
+    is_last = any(
+        t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous() for t in tensors
+    )
+    return torch.channels_last if is_last else torch.contiguous_format
 
 
-def _seconds(found: Counter[Shape], layout: torch.memory_format, device: torch.device) -> float:
+def _seconds(found: Counter[Shape], device: torch.device) -> float:
     """One pass over the convolutions, in a graph of their own so that launching does not count."""
     generator = torch.Generator(device).manual_seed(0)
 
-    def random(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def random(shape: tuple[int, ...], dtype: torch.dtype, layout: torch.memory_format) -> torch.Tensor:
         made = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
         return made.to(dtype=dtype, memory_format=layout)
 
     calls = [
-        (target, random(image, dtype), random(weight, dtype), rest, count)
-        for (target, image, weight, dtype, rest), count in found.items()
+        (target, random(image, dtype, layout), random(weight, dtype, layout), rest, count)
+        for (target, image, weight, dtype, layout, rest), count in found.items()
     ]
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))

@@ -103,6 +103,11 @@ class CudaExecutable:
         with torch.cuda.device(self.room.device), torch.no_grad():
             walk = Walk(self, self._places(examples), before_task, after_task)
             binding = walk.capture()
+        wanted = self.result_strides or tuple(output.stride() for output in binding.outputs)
+        binding.other_strides = [
+            None if output.stride() == strides else strides
+            for output, strides in zip(binding.outputs, wanted, strict=True)
+        ]
         while len(self._bindings) >= _MOST_BINDINGS:
             self._bindings.pop(next(iter(self._bindings)))
         self._bindings[self._key(examples)] = binding
@@ -161,16 +166,11 @@ class CudaExecutable:
 
     def results(self, binding: Binding) -> list[Tensor]:
         """What the graph left, for the caller to keep unless static results were asked for."""
-        strides = self.result_strides
-        if strides is None:
-            return [output.clone() for output in binding.outputs]
+        if self._static_outputs:
+            return [output.detach() for output in binding.outputs]
         return [
-            (output.detach() if self._static_outputs else output.clone())
-            if output.stride() == wanted
-            else torch.empty_strided(
-                output.shape, wanted, dtype=output.dtype, device=output.device
-            ).copy_(output)
-            for output, wanted in zip(binding.outputs, strides, strict=True)
+            output.clone() if strides is None else _relaid(output, strides)
+            for output, strides in zip(binding.outputs, binding.other_strides, strict=True)
         ]
 
     # ------------------------------------------------------------ weights and the end
@@ -222,6 +222,8 @@ class Binding:
         self.graph = graph
         self.inputs = inputs
         self.outputs = outputs
+        self.other_strides: list[tuple[int, ...] | None] = [None] * len(outputs)
+        """Where the caller is to get other strides than the graph gives."""
         self.memory_bytes = memory_bytes
         """What its buffers take, workspaces of libraries not counted."""
         # The class above only adds a call.
@@ -301,7 +303,7 @@ class Walk:
         origin = self._origin
         torch.cuda.synchronize()
         with _no_garbage_collection(), torch.cuda.stream(origin):
-            graph.capture_begin(self._room.pool, capture_error_mode="thread_local")
+            graph.capture_begin(self._room.pool_for(graph), capture_error_mode="thread_local")
             try:
                 self._fork()
                 self._walk(self._streams, origin)
@@ -408,14 +410,13 @@ def _buffers_of_operators(lowered: Lowered) -> dict[str, dict[int, str]]:
 def _buffers_of_results(lowered: Lowered) -> frozenset[str]:
     """Buffers whose content is read after the last task."""
     program = lowered.program
-    buffer_of = {name: name for name in program.allocations}
-    buffer_of |= {buffer.name: buffer.name for buffer in lowered.graph.buffers}
-    for calls in (program.preamble, *program.tasks.values()):
-        for call in calls:
-            bases = [buffer_of[name] for name in call.refs() if name in buffer_of]
-            if call.name not in buffer_of and bases:
-                buffer_of[call.name] = bases[0]
-    return frozenset(buffer_of[output.name] for output in program.outputs if output.name in buffer_of)
+    temporary = {buffer.name for buffer in lowered.graph.buffers if buffer.kind == "temporary"}
+    return frozenset(program.lies_in[output.name] for output in program.outputs) & temporary
+
+
+def _relaid(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor)
 
 
 def _is_dense(tensor: Tensor) -> bool:

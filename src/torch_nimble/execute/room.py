@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -21,29 +22,38 @@ class Room:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.streams = Streams(device)
-        # Lives as long as this object; the handle of a pool without owner is void once its graphs are.
-        self._pool = torch.cuda.MemPool()
+        self._pool: Any = None
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
         self.lock = threading.Lock()
         self._segments: list[torch.Tensor] = []
         self._left = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._last_stream = 0
+        # The method of the class above, which does not ask for the current stream first.
+        self._record = super(torch.cuda.Event, self._left).record
+        self._current: torch.cuda.Stream
+        self._last_stream = -1
 
-    @property
-    def pool(self) -> Any:
-        """Where operators allocate while they are captured."""
-        return self._pool.id
+    def pool_for(self, graph: torch.cuda.CUDAGraph) -> Any:
+        """Where operators allocate while that graph is captured: with the others if there are any.
+
+        A pool ends with its last graph, and its handle with it.
+        """
+        if not self._graphs:
+            self._pool = torch.cuda.graph_pool_handle()
+        self._graphs.add(graph)
+        return self._pool
 
     def enter(self) -> int:
         """Begin work on the current stream, after the work of whoever was here before on another."""
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
         if stream != self._last_stream:
-            torch.cuda.current_stream(self.device).wait_event(self._left)
+            self._current = torch.cuda.current_stream(self.device)
+            self._current.wait_event(self._left)
             self._last_stream = stream
         return stream
 
     def leave(self) -> None:
-        """End work on the current stream."""
-        self._left.record()
+        """End the work that was begun."""
+        self._record(self._current)
 
     @property
     def segments(self) -> tuple[int, ...]:

@@ -46,6 +46,7 @@ class Lowered:
     graph: TaskGraph
     program: Program
     passes: Mapping[str, int]
+    tasks_are: str = "operators"
 
 
 def lower(
@@ -112,6 +113,7 @@ class _Lowering:
                 preamble=tuple(self.preamble),
                 tasks={name: tuple(calls) for name, calls in self.calls.items()},
                 outputs=outputs,
+                lies_in=self._lies_in(),
                 output_structure=self.captured.output_structure,
             ),
             passes,
@@ -282,6 +284,13 @@ class _Lowering:
             folded = buffer.kind == "constant" and buffer.name not in self.captured.constants
             outputs.append(Output(self.same_as.get(node.name, node.name), copy=folded))
         return tuple(outputs)
+
+    def _lies_in(self) -> dict[str, str]:
+        return {
+            node.name: self._buffer(fake)
+            for node, fake in self.fakes.items()
+            if isinstance(fake, torch.Tensor) and storage_of(fake) in self.buffer_of
+        }
 
     def _constants_used(self, outputs: Iterable[Output]) -> frozenset[str]:
         named = set(self.captured.constants) | {call.name for call in self.folding}

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from torch_nimble.capture import Captured
-from torch_nimble.errors import LoweringError
+from torch_nimble.errors import LoweringError, PlanError
 from torch_nimble.lower.aten import Lowered
 from torch_nimble.lower.constants import Split, split_constants
 from torch_nimble.lower.passes import run_passes
@@ -85,6 +85,7 @@ def lower(captured: Captured, layout: Layout, device: torch.device) -> Lowered:
         TaskGraph.from_conflicts(recording.tasks, recording.buffers, layout),
         _program(captured, split, recording),
         passes,
+        tasks_are="fused kernels",
     )
 
 
@@ -117,6 +118,7 @@ def _program(captured: Captured, split: Split, recording: Recording) -> Program:
         preamble=recording.preamble,
         tasks=recording.calls,
         outputs=tuple(Output(_tensor_name(result), copy=True) for result in recording.results),
+        lies_in=recording.lies_in,
         output_structure=captured.output_structure,
         allocations=recording.allocations,
     )
@@ -327,15 +329,40 @@ def _kernel(name: str, tuner: Any) -> Kernel:
     mutated = set(tuner.mutated_arg_names)
     reads = [not argument.startswith("out_ptr") or argument in mutated for argument in names]
     writes = [not argument.startswith(("in_ptr", "arg_")) or argument in mutated for argument in names]
-    return Kernel(name, _Launch(tuner), tuple(reads), tuple(writes))
+    return Kernel(name, TunedKernel(name, tuner), tuple(reads), tuple(writes))
 
 
-class _Launch:
-    """Launches a tuned kernel on the current stream."""
+class TunedKernel:
+    """Launches a kernel on the current stream; at its first launch Inductor picks the best version."""
 
-    def __init__(self, tuner: Any) -> None:
+    def __init__(self, name: str, tuner: Any) -> None:
+        self.name = name
         self._tuner = tuner
 
     def __call__(self, *args: Any) -> None:
+        """Launch it."""
         stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
         self._tuner.run(*args, stream=stream)
+
+    def variant(self) -> str:
+        """Block sizes, warps and stages of the version in use."""
+        launchers = self._tuner.launchers
+        return _variant(launchers[0].config) if len(launchers) == 1 else ""
+
+    def use(self, variant: str) -> None:
+        """Use the version with these block sizes, warps and stages."""
+        if not self._tuner.launchers:
+            self._tuner.precompile()
+        fitting = [one for one in self._tuner.launchers if _variant(one.config) == variant]
+        if not fitting:
+            known = "; ".join(sorted(_variant(one.config) for one in self._tuner.launchers))
+            raise PlanError(
+                f"the plan uses {self.name!r} with {variant}, and it comes with {known}; "
+                "was the plan made with another version of torch or on another kind of GPU?"
+            )
+        self._tuner.launchers = fitting[:1]
+
+
+def _variant(config: Any) -> str:
+    sizes = ", ".join(f"{name}={value}" for name, value in sorted(config.kwargs.items()))
+    return f"{sizes}, warps={config.num_warps}, stages={config.num_stages}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -71,6 +71,19 @@ class Output:
     copy: bool
 
 
+@runtime_checkable
+class Tunable(Protocol):
+    """The target of a call that comes in several versions, one of which is chosen at its first run."""
+
+    name: str
+
+    def variant(self) -> str:
+        """The version in use."""
+
+    def use(self, variant: str) -> None:
+        """Use that version; PlanError if there is none such."""
+
+
 @dataclass(frozen=True, slots=True)
 class Allocation:
     """Memory of the program's own, to be there before its first task."""
@@ -99,6 +112,13 @@ class Program:
     tasks: Mapping[str, tuple[Call, ...]]
     """For each task its call, then the views taken of its result."""
     outputs: tuple[Output, ...]
+    lies_in: Mapping[str, str]
+    """The buffer of each value."""
     output_structure: Structure
     allocations: Mapping[str, Allocation] = field(default_factory=dict)
     """Buffers that the program's tasks write into; operators may allocate further ones themselves."""
+
+    def tunables(self) -> dict[str, Tunable]:
+        """Kernels that come in several versions, by name."""
+        targets: list[Any] = [call.target for calls in self.tasks.values() for call in calls]
+        return {target.name: target for target in targets if isinstance(target, Tunable)}

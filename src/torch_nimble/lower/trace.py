@@ -64,6 +64,8 @@ class Recording:
     calls: Mapping[str, tuple[Call, ...]]
     preamble: tuple[Call, ...]
     allocations: Mapping[str, Allocation]
+    lies_in: Mapping[str, str]
+    """The buffer of each value."""
     results: tuple[Any, ...]
     """A Ref for each tensor that the program returns, other things as they are."""
 
@@ -79,6 +81,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._names: dict[int, str] = {}
         self._alive: list[Any] = []  # an id stays a value's own as long as the value lives
         self._buffer_of: dict[int, str] = {}
+        self._lies_in: dict[str, str] = {}
         self._home: dict[str, str] = {}  # buffer → the task whose operator allocates it
         self._buffers: dict[str, Buffer] = {}
         self._tasks: list[Task] = []
@@ -101,6 +104,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             {name: tuple(calls) for name, calls in self._calls.items()},
             tuple(self._preamble),
             self._allocations,
+            self._lies_in,
             tuple(map(self._ref, results)),
         )
 
@@ -141,7 +145,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if not self._silent:
+        # Asking a fake tensor for its device is an operator too.
+        if not self._silent and func.namespace != "prim":
             self._operator(func, args, kwargs, result)
         return result
 
@@ -196,6 +201,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._task(name, str(target), reads, writes)
         self._calls[name] = [Call(name, target, self._ref(args), self._ref(kwargs))]
         if isinstance(result, torch.Tensor):
+            self._check_devices([result], str(target))
             if id(result) not in self._names:
                 self._named(result, name)
         else:
@@ -231,6 +237,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _named(self, fake: torch.Tensor, name: str) -> torch.Tensor:
         self._names[id(fake)] = name
+        self._lies_in[name] = self._buffer_of[storage_of(fake)]
         self._alive.append(fake)
         return fake
 

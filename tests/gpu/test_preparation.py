@@ -1,0 +1,160 @@
+"""Preparation for a GPU leaves everything as it was, and disturbs nobody meanwhile."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import threading
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+import torch_nimble as nimble
+from cpu.helpers import assert_equal, eager, snapshot
+from gpu.helpers import (
+    Counting,
+    Shared,
+    assert_close,
+    assert_fused,
+    image,
+    in_threads,
+    narrow,
+    normal,
+    ready,
+    rows,
+)
+
+# -------------------------------------------------------------------- what preparation must not touch
+
+
+def test_preparation_leaves_no_trace() -> None:
+    import torch._functorch.config as functorch_config
+    from torch._inductor import config
+
+    model = nn.Sequential(nn.Dropout(0.5), ready(Counting())).train()
+    random.seed(3)
+    numpy.random.seed(4)
+    x = normal(2, 3, 8, 8)
+    before, given = snapshot(model), x.clone()
+    stream = torch.cuda.Stream()
+
+    def world() -> dict[str, Any]:
+        matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+        return {
+            "torch's generator": torch.get_rng_state().tolist(),
+            "that of the GPU": torch.cuda.get_rng_state().tolist(),
+            "python's": random.getstate(),
+            "numpy's": str(numpy.random.get_state()),
+            "matmul": (matmul.allow_tf32, matmul.allow_fp16_reduced_precision_reduction),
+            "precision": torch.get_float32_matmul_precision(),
+            "cudnn": (cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32),
+            "attention": (
+                torch.backends.cuda.flash_sdp_enabled(),
+                torch.backends.cuda.mem_efficient_sdp_enabled(),
+                torch.backends.cuda.math_sdp_enabled(),
+            ),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+            "device": torch.cuda.current_device(),
+            "stream": torch.cuda.current_stream() == stream,
+            "threads": torch.get_num_threads(),
+            "modes": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+            "autocast": torch.is_autocast_enabled("cuda"),
+            "dtype": torch.get_default_dtype(),
+            "collector": gc.isenabled(),
+            "inductor": config.save_config_portable(),
+            "functorch": functorch_config.save_config_portable(),
+            "training": [module.training for module in model.modules()],
+            "parameters": [(p.grad, p.requires_grad, p._version) for p in model.parameters()],
+        }
+
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        was = world()
+        with nimble.compile(model, (x,)) as fast:
+            now = world()
+            assert {name for name in was if was[name] != now[name]} == set()
+            assert_equal(snapshot(model), before)
+            assert_equal(x, given)
+            twin = copy.deepcopy(model)
+            torch.manual_seed(9)
+            result = fast(x)
+            torch.manual_seed(9)
+            assert_close(result, eager(twin, x))
+            assert_fused(fast)
+        stream.synchronize()
+
+
+def test_torch_compile_of_the_caller_gives_what_it_gave() -> None:
+    weight = normal(24, 24)
+
+    def theirs(x: Tensor) -> Tensor:
+        return torch.softmax(torch.tanh(x @ weight), -1) * 2
+
+    torch._dynamo.reset()
+    x = normal(5, 24)
+    compiled = torch.compile(theirs)
+    before = compiled(x)
+    assert_close(before, theirs(x))
+    model = ready(narrow())
+    with nimble.compile(model, (rows(4),)) as fast:
+        assert_equal(compiled(x), before)
+        fast(rows(4))
+        torch._dynamo.reset()
+        assert_equal(torch.compile(theirs)(x), before)
+    torch._dynamo.reset()
+
+
+def test_torch_compile_in_another_thread_while_an_engine_prepares() -> None:
+    """Both compile for the first time, with shapes that nothing has been compiled for."""
+    torch._dynamo.reset()
+    weight = normal(40, 40)
+    model = nn.Sequential(nn.Linear(40, 48), nn.LayerNorm(48), nn.SiLU(), nn.Linear(48, 24))
+    model = ready(model)
+    together = threading.Barrier(2)
+
+    def theirs(x: Tensor) -> Tensor:
+        return torch.relu(torch.cos(x @ weight)).cumsum(-1)
+
+    def work(i: int) -> None:
+        together.wait(30)
+        if i == 0:
+            x = normal(7, 40)
+            assert_close(torch.compile(theirs)(x), theirs(x))
+        else:
+            with nimble.compile(model, (normal(6, 40),)) as fast:
+                x = normal(6, 40)
+                assert_close(fast(x), eager(model, x))
+                assert_fused(fast)
+
+    in_threads(2, work)
+    torch._dynamo.reset()
+
+
+def test_other_threads_use_the_gpu_while_an_engine_prepares(blocks: Shared) -> None:
+    done = threading.Event()
+    rounds = []
+
+    def work(i: int) -> None:
+        if i == 0:
+            try:
+                for _ in range(2):
+                    with nimble.compile(blocks.model, (image(3),)) as fast:
+                        x = image(3)
+                        assert_close(fast(x), eager(blocks.model, x))
+            finally:
+                done.set()
+            return
+        a, b = normal(256, 256), normal(256, 256)
+        expected = a.cpu().double() @ b.cpu().double()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            while not done.is_set():
+                made = torch.relu(a @ b) - torch.relu(-(a @ b))  # allocates, multiplies, waits
+                error = (made.cpu().double() - expected).norm() / expected.norm()
+                assert error < 1e-5
+                rounds.append(error)
+
+    in_threads(3, work)
+    assert len(rounds) > 20

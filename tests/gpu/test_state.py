@@ -1,0 +1,326 @@
+"""What outlives a call on a GPU: caches, buffers, weights, the memory of plans."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torch_nimble as nimble
+from cpu.helpers import assert_equal, eager, snapshot
+from gpu.helpers import (
+    DEVICE,
+    MIB,
+    Cached,
+    Counting,
+    Shared,
+    Weighty,
+    assert_close,
+    assert_differs,
+    assert_fused,
+    cache,
+    fallbacks,
+    narrow,
+    normal,
+    ready,
+    rows,
+    shared,
+    signatures,
+    step,
+)
+
+LIBRARIES_BYTES = 64 * MIB
+"""What cuBLAS and the like may keep for themselves."""
+
+
+@pytest.fixture(scope="module")
+def cached() -> Iterator[Shared]:
+    torch.manual_seed(0)
+    yield from shared(ready(Cached()), step)
+
+
+@pytest.fixture(scope="module")
+def weighty() -> Iterator[Shared]:
+    """All in channels-last, where laying a weight out for that means taking it as it is."""
+    torch.manual_seed(0)
+    model = ready(Weighty()).to(memory_format=torch.channels_last)
+    yield from shared(model, lambda: (normal(2, 4, 8, 8).to(memory_format=torch.channels_last),))
+
+
+# -------------------------------------------------------------------- buffers and inputs that are written
+
+
+def test_buffers_written_in_forward_are_kept_as_in_eager() -> None:
+    model = ready(Counting()).train()
+    twin = copy.deepcopy(model)
+    before = snapshot(model)
+    with nimble.compile(model, (normal(2, 3, 8, 8),)) as fast:
+        assert_equal(snapshot(model), before)
+        for _ in range(3):
+            x = normal(2, 3, 8, 8)
+            assert_close(fast(x), eager(twin, x))
+        assert_close(snapshot(model), snapshot(twin))
+        assert model.norm.num_batches_tracked == 3
+        assert model.seen == 6
+        assert_differs(snapshot(model), before)
+        assert signatures(fast)[0]["training"]
+        assert_fused(fast)
+
+
+def test_cache_is_written_where_it_lies_wherever_that_is(cached: Shared) -> None:
+    """Six places, more than graphs are kept for, each met several times."""
+    ours = [cache() for _ in range(6)]
+    theirs = [tensor.clone() for tensor in ours]
+    begin = [tensor.clone() for tensor in ours]
+    places = [tensor.data_ptr() for tensor in ours]
+    for at in (torch.tensor([i], device=DEVICE) for i in (1, 6)):
+        for mine, twin in zip(ours, theirs, strict=True):
+            x = normal(2, 1, 32)
+            assert_close(cached.fast(x, mine, at), eager(cached.model, x, twin, at))
+    assert_close(ours, theirs)
+    assert_differs(ours, begin)
+    assert [tensor.data_ptr() for tensor in ours] == places
+    assert 1 < len(cached.bindings) <= 4
+    assert_fused(cached.fast)
+
+
+def test_cache_in_other_layouts_or_on_the_host_is_written_too(cached: Shared) -> None:
+    x, _, at = step()
+    whole = normal(2, 8, 64)
+    beside = whole[..., 32:].clone()
+    odd = normal(2 * 8 * 32 + 1)
+    for mine in (whole[..., :32], odd[1:].view(2, 8, 32), cache().cpu()):
+        twin = mine.to(DEVICE).clone()
+        assert_close(cached.fast(x, mine, at), eager(cached.model, x, twin, at))
+        assert_close(mine.to(DEVICE), twin)
+    assert_equal(whole[..., 32:], beside)
+
+
+def test_cache_met_first_in_inference_mode_is_usable_outside(cached: Shared) -> None:
+    mine = cache()
+    twin = mine.clone()
+    for around in (torch.inference_mode, torch.no_grad, torch.enable_grad):
+        x, _, at = step()
+        with around():
+            result = cached.fast(x, mine, at)
+        assert_close(result, eager(cached.model, x, twin, at))
+        assert_close(mine, twin)
+
+
+def test_written_input_that_shares_memory_with_another_is_right_in_any_call() -> None:
+    def forward(a: Tensor, b: Tensor) -> Tensor:
+        a.add_(1)
+        return b * 2
+
+    with nimble.compile(forward, (normal(4), normal(4))) as fast:
+        for _ in range(2):
+            a, b = normal(4), normal(4)
+            expected = a + 1, b * 2
+            assert_equal((fast(a, b), a), expected[::-1])
+        memory, twin = normal(4), torch.empty(4, device=DEVICE)
+        twin.copy_(memory)
+        with pytest.warns(nimble.NimbleWarning, match="shares memory"):
+            result = fast(memory, memory)
+        assert_equal([result, memory], [forward(twin, twin), twin])
+
+
+# -------------------------------------------------------------------- signatures
+
+
+def folded(prepared: Any) -> dict[str, int]:
+    """Where the values lie that were computed from weights ahead of time."""
+    sources = prepared.choice.lowered.program.sources
+    constants = prepared.choice.executable.constants
+    return {name: t.data_ptr() for name, t in constants.items() if name not in sources}
+
+
+def test_second_shape_shares_folded_weights_and_the_third_is_one_too_many() -> None:
+    model = ready(narrow())
+    with nimble.compile(model, (rows(4),), max_graphs=2) as fast:
+        for count in (4, 8, 4, 8):
+            x = rows(count)
+            assert_close(fast(x), eager(model, x))
+        assert [s["calls"] for s in signatures(fast)] == [2, 2]
+        first, second = map(folded, fast._prepared.values())
+        assert len(first) >= 2
+        assert first == second
+        with torch.no_grad():
+            model[1].running_mean.add_(1)
+        for x in (rows(8), rows(4)):
+            assert_close(fast(x), eager(model, x))
+        assert_fused(fast)
+        with pytest.warns(nimble.NimbleWarning, match="max_graphs"):
+            fast(rows(5))
+        x = rows(6)
+        assert_close(fast(x), eager(model, x))
+        assert [f["calls"] for f in fallbacks(fast)] == [2]
+        assert "2 calls ran eagerly" in str(fast.explain())
+
+
+def test_new_shape_runs_eagerly_or_is_an_error_if_asked() -> None:
+    model = ready(narrow())
+    with nimble.compile(model, (rows(4),), on_new_shape="eager") as fast:
+        x = rows(5)
+        assert_close(fast(x), eager(model, x))
+        assert [f["calls"] for f in fallbacks(fast)] == [1]
+    with nimble.compile(model, (rows(4),), on_new_shape="error") as fast:
+        with pytest.raises(nimble.InputError, match=r"5x16 float32 has no plan.*prepare\(\)"):
+            fast(rows(5))
+        x = rows(4)
+        assert_close(fast(x), eager(model, x))
+
+
+def test_batches_are_padded_and_cut() -> None:
+    model = ready(narrow())
+    with nimble.compile(model, (rows(3),), batch_sizes=[8, 4]) as fast:
+        for count in (1, 4, 3, 8, 5, 1):
+            x = rows(count)
+            assert_close(fast(x), eager(model, x))
+        assert len(signatures(fast)) == 2
+        assert_fused(fast)
+
+
+class Scaled(nn.Module):
+    """Takes memory for its input and its result, and hardly any other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(x) * self.scale
+
+
+def test_memory_is_shared_between_shapes_and_freed_at_the_end(allocated: Callable[[], int]) -> None:
+    model = Scaled()
+    large, small = normal(64 * MIB // 4), normal(32 * MIB // 4)
+    before = allocated()
+    fast = nimble.compile(model, (large,))
+    fast(large)
+    held = allocated() - before
+    assert held > 120 * MIB, "nothing is held: this comparison could not fail"
+    fast(small)
+    assert allocated() - before - held < 40 * MIB  # its input; the result lies where the other's did
+    fast.close()
+    assert allocated() - before < LIBRARIES_BYTES
+    with pytest.raises(nimble.StateError, match="closed"):
+        fast(small)
+
+
+def test_memory_of_plans_that_hold_no_longer_is_freed(allocated: Callable[[], int]) -> None:
+    model = Scaled()
+    large, small = normal(64 * MIB // 4), normal(8)
+    before = allocated()
+    with nimble.compile(model, (large,)) as fast:
+        fast(large)
+        assert allocated() - before > 120 * MIB
+        model.scale = 3.0
+        assert_close(fast(small), torch.sin(small) * 3)
+        assert allocated() - before < LIBRARIES_BYTES
+        assert len(signatures(fast)) == 1
+
+
+# -------------------------------------------------------------------- weights that change
+
+Untouched = list[Tensor]
+
+
+def _in_place(m: Any) -> Untouched:
+    with torch.no_grad():
+        for tensor in (m.folded.weight, m.plain.weight, m.layer.weight, m.turned, m.norm.running_var):
+            tensor.mul_(1.25)
+    return []
+
+
+def _loaded(m: Any) -> Untouched:
+    m.load_state_dict(ready(Weighty()).state_dict())
+    return []
+
+
+def _assigned(m: Any) -> Untouched:
+    before = list(m.parameters())
+    other = ready(Weighty()).to(memory_format=torch.channels_last)
+    m.load_state_dict(other.state_dict(), assign=True)
+    return before
+
+
+def _optimised(m: Any, **options: Any) -> Untouched:
+    optimizer = torch.optim.Adam(m.parameters(), lr=0.05, **options)
+    m(normal(2, 4, 8, 8)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return []
+
+
+def _replaced(m: Any) -> Untouched:
+    before = [m.folded.weight, m.plain.weight, m.layer.weight, m.turned]
+    m.folded.weight = nn.Parameter(torch.randn_like(m.folded.weight))
+    m.plain.weight = nn.Parameter(torch.randn_like(m.plain.weight))
+    m.layer.weight = nn.Parameter(torch.randn_like(m.layer.weight))
+    m.turned = nn.Parameter(torch.randn_like(m.turned))
+    return before
+
+
+def _buffer(m: Any) -> Untouched:
+    before = m.norm.running_mean
+    m.norm.running_mean = torch.randn_like(before)
+    return [before]
+
+
+def _other_data(m: Any) -> Untouched:
+    before = []
+    for parameter in m.parameters():
+        before.append(parameter.data)
+        parameter.data = torch.randn_like(parameter)
+    return before
+
+
+CHANGES: dict[str, Callable[[Any], Untouched]] = {
+    "in place": _in_place,
+    "load_state_dict": _loaded,
+    "optimizer": _optimised,
+    "fused optimizer": lambda m: _optimised(m, fused=True),
+    "load_state_dict, assigned": _assigned,
+    "parameters replaced": _replaced,
+    "buffer replaced": _buffer,
+    "other data": _other_data,
+}
+IN_PLACE = ("in place", "load_state_dict", "optimizer", "fused optimizer")
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changed_weights_are_taken_in_at_the_next_call(weighty: Shared, name: str) -> None:
+    (x,) = weighty.make()
+    before = weighty.check(x)
+    graphs = list(weighty.bindings.values())
+    untouched = CHANGES[name](weighty.model)
+    copies = [tensor.detach().clone() for tensor in untouched]
+    after = weighty.check(x)
+    assert_differs(after, before)
+    weighty.check(*weighty.make())
+    assert_equal([tensor.detach() for tensor in untouched], copies)  # theirs, whoever holds them now
+    if name in IN_PLACE:
+        assert list(map(id, weighty.bindings.values())) == list(map(id, graphs))
+    assert_fused(weighty.fast)
+
+
+def test_writes_through_data_are_taken_in_by_update_weights(weighty: Shared) -> None:
+    (x,) = weighty.make()
+    before = weighty.check(x)
+    for parameter in weighty.model.parameters():
+        parameter.data.mul_(1.5)
+    assert weighty.fast.update_weights() is weighty.fast
+    assert_differs(weighty.check(x), before)
+
+
+def test_weights_replaced_and_met_first_in_inference_mode(weighty: Shared) -> None:
+    _replaced(weighty.model)
+    for around in (torch.inference_mode, torch.no_grad, torch.enable_grad):
+        (x,) = weighty.make()
+        with around():
+            result = weighty.fast(x)
+        assert_close(result, eager(weighty.model, x))
