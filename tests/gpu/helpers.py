@@ -21,6 +21,8 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torc
 MARGIN = {torch.float64: 100, torch.float32: 100, torch.float16: 10, torch.bfloat16: 10}
 
 MIB = 2**20
+LIBRARIES_BYTES = 64 * MIB
+"""What cuBLAS and the like may keep for themselves."""
 
 Make = Callable[[], tuple[Any, ...]]
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import torch_nimble as nimble
 from cpu.helpers import assert_equal, eager, snapshot
 from gpu.helpers import (
+    Blocks,
     Counting,
-    Shared,
     assert_close,
     assert_fused,
     image,
@@ -26,8 +26,6 @@ from gpu.helpers import (
     ready,
     rows,
 )
-
-# -------------------------------------------------------------------- what preparation must not touch
 
 
 def test_preparation_leaves_no_trace() -> None:
@@ -133,7 +131,8 @@ def test_torch_compile_in_another_thread_while_an_engine_prepares() -> None:
     torch._dynamo.reset()
 
 
-def test_other_threads_use_the_gpu_while_an_engine_prepares(blocks: Shared) -> None:
+def test_other_threads_use_the_gpu_while_an_engine_prepares() -> None:
+    model = ready(Blocks())
     done = threading.Event()
     rounds = []
 
@@ -141,9 +140,9 @@ def test_other_threads_use_the_gpu_while_an_engine_prepares(blocks: Shared) -> N
         if i == 0:
             try:
                 for _ in range(2):
-                    with nimble.compile(blocks.model, (image(3),)) as fast:
+                    with nimble.compile(model, (image(3),)) as fast:
                         x = image(3)
-                        assert_close(fast(x), eager(blocks.model, x))
+                        assert_close(fast(x), eager(model, x))
             finally:
                 done.set()
             return

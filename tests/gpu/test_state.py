@@ -14,6 +14,7 @@ import torch_nimble as nimble
 from cpu.helpers import assert_equal, eager, snapshot
 from gpu.helpers import (
     DEVICE,
+    LIBRARIES_BYTES,
     MIB,
     Cached,
     Counting,
@@ -33,9 +34,6 @@ from gpu.helpers import (
     step,
 )
 
-LIBRARIES_BYTES = 64 * MIB
-"""What cuBLAS and the like may keep for themselves."""
-
 
 @pytest.fixture(scope="module")
 def cached() -> Iterator[Shared]:
@@ -51,7 +49,7 @@ def weighty() -> Iterator[Shared]:
     yield from shared(model, lambda: (normal(2, 4, 8, 8).to(memory_format=torch.channels_last),))
 
 
-# -------------------------------------------------------------------- buffers and inputs that are written
+# -------------------------------------------------------------------- what forward writes
 
 
 def test_buffers_written_in_forward_are_kept_as_in_eager() -> None:
@@ -222,6 +220,17 @@ def test_memory_of_plans_that_hold_no_longer_is_freed(allocated: Callable[[], in
         assert_close(fast(small), torch.sin(small) * 3)
         assert allocated() - before < LIBRARIES_BYTES
         assert len(signatures(fast)) == 1
+
+
+def test_engines_made_and_closed_again_and_again_leave_no_memory(allocated: Callable[[], int]) -> None:
+    """With matrix products: cuBLAS keeps a workspace for each stream that it has seen."""
+    model = ready(narrow())
+    nimble.compile(model, (rows(4),)).close()
+    before = allocated()
+    for _ in range(4):
+        with nimble.compile(model, (rows(4),)) as fast:
+            fast(rows(4))
+    assert allocated() - before < LIBRARIES_BYTES
 
 
 # -------------------------------------------------------------------- weights that change

@@ -32,7 +32,7 @@ from torch_nimble.lower import Lowered, inductor
 from torch_nimble.lower import lower as lower_operators
 from torch_nimble.options import Options
 from torch_nimble.plans import Launch, Plan
-from torch_nimble.schedule import analyse, critical_first, lanes, max_concurrency, serial
+from torch_nimble.schedule import analyse, critical_first, lanes, max_concurrency, serial, simulate
 from torch_nimble.trial import Trial
 
 log = logging.getLogger("torch_nimble")
@@ -42,6 +42,8 @@ _RACE_ROUNDS = 15
 _REPLAYS_A_ROUND = 10
 _HOPELESS = 1.3
 _COST_ROUNDS = 9
+# Plans that the simulator finds so much slower than the best are not captured: it is not that wrong.
+_WORTH_TRYING = 1.25
 TIE_OF_REPLAYS = 1.005
 """Replays of one graph hardly differ."""
 # The shortest kernels there are; measured times are corrected for what measuring adds.
@@ -203,7 +205,9 @@ class Candidates:
         if width > 1:
             several.append(max_concurrency(graph))
             several += [critical_first(graph, plan) for plan in several[-3:]]
-        for plan in several:
+        expected = [simulate(graph, plan).total_us for plan in several]
+        worth = _WORTH_TRYING * min(expected, default=0.0)
+        for plan in (p for p, us in zip(several, expected, strict=True) if us <= worth):
             try:
                 yield self.entry(plan)
             except RefusedError as reason:

@@ -13,9 +13,11 @@ Run with torch 2.11; the names used here are the same in the sources of 2.12 and
 from __future__ import annotations
 
 import contextlib
+import logging
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from torch_nimble.lower.aten import Lowered
 from torch_nimble.lower.constants import Split, split_constants
 from torch_nimble.lower.passes import run_passes
 from torch_nimble.lower.program import InputSlot, Output, Program, Ref
+from torch_nimble.lower.remembered import fingerprint, recall, remember
 from torch_nimble.lower.trace import Kernel, Recorder, Recording
 from torch_nimble.taskgraph import BufferKind, Layout, TaskGraph
 
@@ -50,6 +53,18 @@ _SETTINGS: dict[str, Any] = {
     "alignment_asserts": False,
     "nan_asserts": False,
 }
+
+
+_PASSES_OF_USERS = (
+    "pre_grad_custom_pass",
+    "joint_custom_pre_pass",
+    "joint_custom_post_pass",
+    "post_grad_custom_pre_pass",
+    "post_grad_custom_post_pass",
+    "custom_partitioner_fn",
+)
+
+log = logging.getLogger("torch_nimble")
 
 
 def unsupported() -> str | None:
@@ -143,23 +158,45 @@ class Wrapper:
 
 def compile_wrapper(module: fx.GraphModule, examples: Sequence[torch.Tensor], layout: Layout) -> Wrapper:
     """Inductor's program for a graph; `examples` are fake tensors."""
+    with _settings(module.graph, layout) as settings:
+        key = fingerprint(module.graph, examples, settings) if settings else None
+        known = None if key is None else recall(_folder(), key)
+        if known is not None:
+            try:
+                return _load(known["key"], known["path"])
+            except Exception as reason:
+                log.info("a remembered program could not be loaded: %s", reason)
+        compiled = _compile(module, examples)
+        if key is not None and not compiled.constants:
+            path = _module_of(compiled).__file__
+            remember(_folder(), key, {"key": compiled.cache_key, "path": str(path)})
+        return wrapper_of(compiled)
+
+
+def _compile(module: fx.GraphModule, examples: Sequence[torch.Tensor]) -> Any:
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
     found: list[Any] = []
-    with _settings(module.graph, layout) as compile_fx:
-        from torch._inductor.compile_fx import compile_fx_inner
 
-        def inner(*args: Any, **kwargs: Any) -> Any:
-            found.append(compile_fx_inner(*args, **kwargs))
-            return found[-1]
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        found.append(compile_fx_inner(*args, **kwargs))
+        return found[-1]
 
-        try:
-            compile_fx(module, _examples(examples), inner_compile=inner)
-        except Exception as reason:
-            raise LoweringError(
-                f"Inductor cannot compile the graph: {type(reason).__name__}: {_first_line(reason)}"
-            ) from reason
+    try:
+        compile_fx(module, _examples(examples), inner_compile=inner)
+    except Exception as reason:
+        raise LoweringError(
+            f"Inductor cannot compile the graph: {type(reason).__name__}: {_first_line(reason)}"
+        ) from reason
     if len(found) != 1:
         raise LoweringError(f"Inductor made {len(found)} programs of one graph")
-    return wrapper_of(found[0])
+    return found[0]
+
+
+def _folder() -> Path:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir()) / "torch_nimble"
 
 
 def compile_with(
@@ -211,23 +248,42 @@ def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
 
 def wrapper_of(compiled: Any) -> Wrapper:
     """The program inside what Inductor returns, whether it was compiled now or found in its cache."""
+    return _wrapper(_module_of(compiled))
+
+
+def _module_of(compiled: Any) -> types.ModuleType:
     from torch._inductor.codecache import PyCodeCache
 
     key = getattr(compiled, "cache_key", None)
-    module = next((m for m in reversed(PyCodeCache.modules) if getattr(m, "key", None) == key), None)
-    function = getattr(getattr(module, "call", None), "__func__", getattr(module, "call", None))
-    if not isinstance(function, types.FunctionType):
+    found = [module for module in PyCodeCache.modules if getattr(module, "key", None) == key]
+    if not found:
         raise LoweringError(f"the program of {type(compiled).__name__} was not found")
+    return found[-1]
+
+
+def _load(key: str, path: str) -> Wrapper:
+    from torch._inductor.codecache import PyCodeCache
+
+    return _wrapper(PyCodeCache.load_by_key_path(key, path))
+
+
+def _wrapper(module: types.ModuleType) -> Wrapper:
+    call = getattr(module, "call", None)
+    function = getattr(call, "__func__", call)
+    if not isinstance(function, types.FunctionType):
+        raise LoweringError(f"the program {module.__name__} has no function to call")
     return Wrapper(function, function.__globals__)
 
 
 @contextlib.contextmanager
-def _settings(graph: fx.Graph, layout: Layout) -> Iterator[Callable[..., Any]]:
-    """Inductor's entry point, under our settings; the caller's are back afterwards."""
+def _settings(graph: fx.Graph, layout: Layout) -> Iterator[dict[str, Any]]:
+    """Inductor under our settings, all of which are told; the caller's are back afterwards.
+
+    Nothing is told where a graph must not be remembered: caches are off, or passes of the user's run.
+    """
     import torch._functorch.config as functorch_config
     from torch._dynamo.convert_frame import compile_lock
     from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx
 
     random = any(
         torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in graph.nodes
@@ -246,7 +302,9 @@ def _settings(graph: fx.Graph, layout: Layout) -> Iterator[Callable[..., Any]]:
         config.patch(chosen),
         functorch_config.patch(enable_autograd_cache=False),
     ):
-        yield compile_fx
+        is_usual = config.fx_graph_cache and not config.force_disable_caches
+        own_passes = any(getattr(config, name, None) is not None for name in _PASSES_OF_USERS)
+        yield config.save_config_portable() if is_usual and not own_passes else {}
 
 
 def _first_line(reason: BaseException) -> str:

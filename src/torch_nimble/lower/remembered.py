@@ -1,0 +1,98 @@
+"""Which program a graph was compiled to, remembered on disk between processes.
+
+Inductor caches what it compiles, but to find it there the graph has to be traced anew, which takes as
+long as everything else of a second preparation together. Here the graph as we hand it over is the key.
+A graph is remembered only if its text says all there is to it: plain operators, no tensors or code of
+its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+_KNOWN_OPERATORS = ("aten", "prims")
+
+
+def fingerprint(
+    graph: fx.Graph, examples: Iterable[torch.Tensor], settings: Mapping[str, Any]
+) -> str | None:
+    """The same for graphs that compile to the same program here; None if text does not tell it all."""
+    if not all(map(_is_told_by_text, graph.nodes)):
+        return None
+    parts = [
+        str(graph),
+        *(f"{tuple(t.shape)} {t.stride()} {t.dtype} {t.device}" for t in examples),
+        json.dumps({name: repr(value) for name, value in settings.items()}, sort_keys=True),
+        *_surroundings(),
+        _own_code(),
+    ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def recall(folder: Path, key: str) -> Mapping[str, str] | None:
+    """What was remembered under that key, if its program is still there."""
+    try:
+        known = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    is_whole = isinstance(known, dict) and Path(str(known.get("path", ""))).is_file()
+    return known if is_whole else None
+
+
+def remember(folder: Path, key: str, known: Mapping[str, str]) -> None:
+    """Keep that for other processes; not being able to write is no harm."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=folder)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(dict(known), file)
+        os.replace(name, folder / f"{key}.json")
+    except OSError:
+        return
+
+
+def _is_told_by_text(node: fx.Node) -> bool:
+    if node.op in ("placeholder", "output"):
+        return True
+    if node.op != "call_function":
+        return False
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target.namespace in _KNOWN_OPERATORS
+    module = getattr(node.target, "__module__", "") or ""
+    return module == "_operator" or module.startswith("torch_nimble.lower.passes")
+
+
+def _surroundings() -> list[str]:
+    """Versions, the device, and the flags of torch that what is compiled depends on."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    index = torch.cuda.current_device() if torch.cuda.is_available() else None
+    return [
+        torch.__version__,
+        str(torch.version.git_version),
+        "" if index is None else str(torch.cuda.get_device_properties(index)),
+        torch.get_float32_matmul_precision(),
+        str(torch.get_default_dtype()),
+        str(torch.are_deterministic_algorithms_enabled()),
+        str([matmul.allow_tf32, matmul.allow_fp16_reduced_precision_reduction,
+             matmul.allow_bf16_reduced_precision_reduction]),
+        str([cudnn.enabled, cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic]),
+    ]  # fmt: skip
+
+
+@functools.cache
+def _own_code() -> str:
+    """Of the rewrites that a graph may still contain calls of."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
