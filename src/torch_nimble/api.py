@@ -100,6 +100,8 @@ def taskgraph(
             f"the model is on {home}, for which there is no engine; move it to a GPU or CPU"
         )
     adapter = Adapter(callee, structure, AutocastState.current(home.type))
+    if home.type == "cuda":
+        tensors = [tensor.to(home) for tensor in tensors]
     with torch.inference_mode(False), torch.no_grad(), autocast_off(), device.running():
         captured = device.capture(adapter, tensors)
         return device.lowerings(adapter, tensors, captured, Options(), [])[0].graph

@@ -6,7 +6,7 @@ call with each padded shape also runs eagerly, and a model that mixes rows is ne
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -70,17 +70,17 @@ class Batching:
         )
 
     @staticmethod
-    def same(padded: Any, eager: Any) -> bool:
+    def same(padded: Any, eager: Any, allowed: Callable[[torch.dtype], float | None]) -> bool:
         """Whether a cut result is what eager gives for the batch itself."""
         (results, one), (references, other) = flatten_output(padded), flatten_output(eager)
-        return one == other and agrees(results, references)
+        return one == other and agrees(results, references, allowed)
 
 
 def _unlike(rows: torch.Tensor) -> torch.Tensor:
     """Rows of other values: noise, or zeros where noise would be no valid index."""
     if rows.is_floating_point() or rows.is_complex():
         generator = torch.Generator().manual_seed(0)
-        return torch.randn(rows.shape, generator=generator, dtype=rows.dtype)
+        return torch.randn(rows.shape, generator=generator, dtype=rows.dtype).to(rows.device)
     return torch.zeros_like(rows)
 
 

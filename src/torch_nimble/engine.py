@@ -193,7 +193,7 @@ class Engine(ModelFace):
             ]
         with generators_kept():
             eager = self._eager(structure, tensors)
-        if all(batching.same(result, eager) for result in results):
+        if all(batching.same(r, eager, prepared.device.allowed_error) for r in results):
             batching.trusted.add(key)
         else:
             batching.unsuitable[key] = "the rows of a batch influence each other"
@@ -308,24 +308,24 @@ class Engine(ModelFace):
                 self._refuse(signature, str(error), error.remedy)
                 return None
             except torch.OutOfMemoryError as error:
-                self._free_unused_memory()
-                self._refuse(
-                    signature,
-                    f"the device has too little memory to prepare a plan ({str(error).split('.')[0]})",
-                    "free memory and call update_weights() to try again, or use memory_limit",
-                )
-                return None
-            self._prepared[signature] = prepared
-            return prepared
+                said = str(error).split(".")[0]
+            else:
+                self._prepared[signature] = prepared
+                return prepared
+            # Only now is the traceback gone, and with it the last hold on what was allocated.
+            gc.collect()
+            torch.cuda.empty_cache()
+            self._refuse(
+                signature,
+                f"the device has too little memory to prepare a plan ({said})",
+                "free memory and call update_weights() to try again, or use memory_limit",
+            )
+            return None
 
     def _refuse(self, signature: Signature, reason: str, remedy: str) -> None:
         """Run calls of this signature eagerly from now on, visibly."""
         self._refused[signature] = (f"{signature}: {reason}", remedy)
         self._fall_back(*self._refused[signature])
-
-    def _free_unused_memory(self) -> None:
-        gc.collect()
-        torch.cuda.empty_cache()
 
     def _blame(self, adapter: Adapter, tensors: Sequence[torch.Tensor], error: CaptureError) -> NoReturn:
         """Raise for a model that could not be captured; InputError if eager refuses the inputs too."""

@@ -149,7 +149,7 @@ def _reference(adapter: Adapter, trial: Trial, tensors: Sequence[torch.Tensor]) 
         reference = trial.eager()
         if adapter.assigned:
             _refuse_hidden_state(adapter, trial, reference)
-    except CaptureError:
+    except (CaptureError, torch.OutOfMemoryError):
         raise
     except (RuntimeError, TypeError, ValueError) as reason:
         raise refused_by_model(adapter.callee.name, tensors, reason) from reason

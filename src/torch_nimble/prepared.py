@@ -54,6 +54,11 @@ class Prepared:
         """Whether a call changes the model's buffers or its own inputs."""
         return bool(self._written or self._program.state)
 
+    @property
+    def draws(self) -> bool:
+        """Whether a call moves the random generator on."""
+        return any(buffer.kind == "generator" for buffer in self.choice.lowered.graph.buffers)
+
     def run(self, tensors: Sequence[torch.Tensor]) -> Any:
         """One call: the result in the model's own structure, its tensors the caller's to keep."""
         with self._lock, torch.no_grad(), autocast_off(), self.device.running():

@@ -47,7 +47,8 @@ class QuickCall:
         self._is_plain = structure == flatten_inputs(tensors, {})[1]
         self._results = prepared.output_structure
         self._is_single = isinstance(self._results, Leaf)
-        self._checks_first = prepared.writes
+        self._writes = prepared.writes
+        self._checks_first = prepared.writes or prepared.draws
         self._pid = os.getpid()
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -58,6 +59,8 @@ class QuickCall:
             if structure != self._structure:
                 return MISS
         if len(tensors) != self._count or not self._fits(tensors):
+            return MISS
+        if self._writes and self._prepared.refusal(tensors) is not None:
             return MISS
         with self._lock:
             if self._prepared.closed or (self._checks_first and not self._unchanged()):

@@ -372,7 +372,6 @@ def _filled_twice(x: Tensor) -> Tensor:
     return a + b * 3
 
 
-@pytest.mark.xfail(strict=True, reason="merge.py and guard.py take every copy_ for a write-back")
 @pytest.mark.parametrize("name", WRITTEN_BY_COPIES)
 def test_copies_into_values_of_the_graphs_own_are_writes_like_any_other(name: str) -> None:
     """`y[0] = x[1]` is a copy_ in the middle of a graph that was not made functional."""

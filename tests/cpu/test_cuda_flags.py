@@ -7,9 +7,6 @@ import pytest
 from cpu.helpers import run_script
 
 
-@pytest.mark.xfail(
-    strict=True, reason="devices/cuda.py reads allow_tf32, which raises after fp32_precision was set"
-)
 @pytest.mark.parametrize(
     "setting",
     [

@@ -227,7 +227,6 @@ def test_tasks_and_values_have_names_of_their_own() -> None:
     }
 
 
-@pytest.mark.xfail(strict=True, reason="trace.py: generated names may be those of what is given")
 def test_a_given_name_is_not_taken_for_something_else() -> None:
     """Folded constants keep the names of the nodes that make them: `view_4` is one of those."""
 
@@ -282,11 +281,6 @@ def test_kernel_that_updates_in_place_reads_and_writes() -> None:
 
 
 # -------------------------------------------------------------------- operators
-
-# Views and copies of fake tensors ask for their device through the dispatcher, in torch 2.13 at least.
-asks_for_device = pytest.mark.xfail(
-    strict=False, raises=LoweringError, reason="trace.py takes prim.device for an operator"
-)
 
 
 def test_operator_with_out_writes_there_and_does_not_read_it() -> None:
@@ -361,7 +355,6 @@ def test_memory_of_an_operator_is_its_own_and_views_are_taken_with_it() -> None:
     }
 
 
-@asks_for_device
 @pytest.mark.parametrize(
     "view",
     [
@@ -384,7 +377,6 @@ def test_views_by_operators(view: Callable[[Tensor], Tensor]) -> None:
     assert len(recording.tasks) == 5
 
 
-@asks_for_device
 def test_copy_into_what_is_given() -> None:
     def program(tools: Any, x: Tensor, kept: Tensor) -> list[Tensor]:
         y = torch.sin(x)
@@ -426,7 +418,6 @@ def test_random_operators_write_the_generator_one_after_another() -> None:
     assert_equal(ours, list(program(Real(), torch.ones(4))))
 
 
-@asks_for_device
 def test_attention_without_dropout_draws_nothing() -> None:
     def program(tools: Any, x: Tensor) -> list[Tensor]:
         return [F.scaled_dot_product_attention(x, x, x)]

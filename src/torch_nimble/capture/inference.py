@@ -91,7 +91,7 @@ def capture(adapter: Adapter, tensors: Sequence[torch.Tensor], *, functional: bo
     """
     callee = adapter.callee
     try:
-        with MODEL_LOCK, refusing_frozen_draws(callee), _quiet():
+        with MODEL_LOCK, _nobody_traces(), refusing_frozen_draws(callee), _quiet():
             program = torch.export.export(adapter, tuple(tensors), strict=False)
             if functional or not _writes_only_its_own(program.graph):
                 program = program.run_decompositions({})
@@ -101,6 +101,17 @@ def capture(adapter: Adapter, tensors: Sequence[torch.Tensor], *, functional: bo
         raise explain_failure(callee, reason) from reason
     refuse_dynamic(callee, program.graph)
     return _normalised(adapter, program)
+
+
+def _nobody_traces() -> contextlib.AbstractContextManager[Any]:
+    """Held by torch.compile while it traces: torch.fx keeps what it patches in a global."""
+    from torch._dynamo.convert_frame import compile_lock
+
+    return compile_lock
+
+
+# They update running statistics, and their schemas do not say so.
+_WRITE_UNSEEN = frozenset([torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default])
 
 
 def _writes_only_its_own(graph: fx.Graph) -> bool:
@@ -117,6 +128,8 @@ def _writes_only_its_own(graph: fx.Graph) -> bool:
             made_here[node] = base
             continue
         if any(argument.is_write for argument in schema.arguments) and not base:
+            return False
+        if node.target in _WRITE_UNSEEN and node.args[5] and node.args[3] is not None:
             return False
         # What may be a view of its first argument is of the graph's own making only if that is.
         made_here[node] = base or all(result.alias_info is None for result in schema.returns)

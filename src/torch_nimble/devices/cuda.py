@@ -28,6 +28,7 @@ from torch_nimble.execute.cuda import Binding, CudaExecutable
 from torch_nimble.execute.measure import Timing, race
 from torch_nimble.execute.room import Room
 from torch_nimble.explain import Candidate, not_tried
+from torch_nimble.flags import convolutions_may_use_tf32, matmul_may_use_tf32
 from torch_nimble.lower import Lowered, inductor
 from torch_nimble.lower import lower as lower_operators
 from torch_nimble.options import Options
@@ -138,15 +139,15 @@ class CudaDevice(Device):
 
     def allowed_error(self, dtype: torch.dtype) -> float | None:
         """More for float32 where products may be rounded to TF32."""
-        tf32 = torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
+        tf32 = matmul_may_use_tf32() or convolutions_may_use_tf32()
         return _TF32_ERROR if dtype == torch.float32 and tf32 else None
 
     def notes(self) -> tuple[str, ...]:
         """What torch's flags cost."""
         slow = []
-        if not torch.backends.cuda.matmul.allow_tf32:
+        if not matmul_may_use_tf32():
             slow.append("torch.backends.cuda.matmul.allow_tf32 is off")
-        if not torch.backends.cudnn.allow_tf32:
+        if not convolutions_may_use_tf32():
             slow.append("torch.backends.cudnn.allow_tf32 is off")
         return tuple(
             f"{flag}: float32 products run at full precision, several times slower" for flag in slow
@@ -207,18 +208,28 @@ class Candidates:
             several += [critical_first(graph, plan) for plan in several[-3:]]
         expected = [simulate(graph, plan).total_us for plan in several]
         worth = _WORTH_TRYING * min(expected, default=0.0)
-        for plan in (p for p, us in zip(several, expected, strict=True) if us <= worth):
+        for plan, us in zip(several, expected, strict=True):
+            if us > worth:
+                reason = f"simulated at {us:.0f} µs, and the best at {min(expected):.0f}"
+                self.left_out.append(not_tried(plan.planner, reason))
+                continue
             try:
                 yield self.entry(plan)
-            except RefusedError as reason:
-                self.left_out.append(not_tried(plan.planner, str(reason)))
+            except (RefusedError, torch.OutOfMemoryError) as error:
+                self.left_out.append(not_tried(plan.planner, str(error)))
 
     def entry(self, plan: Plan) -> CudaEntry:
         """That plan, ready to be replayed; RefusedError if it needs too much memory."""
         if plan.facts is None:
             plan = dataclasses.replace(plan, facts=analyse(self.lowered.graph).facts)
         executable = CudaExecutable(self.lowered, plan, self._room)
-        binding = executable.bind(self._trial.copied_constants, self._trial.inputs)
+        try:
+            binding = executable.bind(self._trial.copied_constants, self._trial.inputs)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as reason:
+            said = str(reason).strip().splitlines()[0]
+            raise RefusedError(f"the model does something that cannot be captured: {said}") from reason
         needed = _needed_bytes(binding, self.lowered, plan)
         if needed > self._limit:
             executable.close()

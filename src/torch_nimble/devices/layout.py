@@ -9,10 +9,13 @@ import torch
 from torch import fx
 
 from torch_nimble.capture import Captured
+from torch_nimble.execute.streams import Streams
 from torch_nimble.lower.passes.layout import CONVOLUTIONS
 from torch_nimble.taskgraph import Layout
 
 _REPLAYS = 5
+_NUMBER = -3
+"""Of the stream that this is done on."""
 
 Shape = tuple[Any, ...]
 
@@ -59,10 +62,11 @@ def _seconds(found: Counter[Shape], device: torch.device) -> float:
         (target, random(image, dtype, layout), random(weight, dtype, layout), rest, count)
         for (target, image, weight, dtype, layout, rest), count in found.items()
     ]
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    streams = Streams.of(device)
+    stream = streams.get(_NUMBER)
     stream.wait_stream(torch.cuda.current_stream(device))
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
+    with streams.lock, torch.cuda.stream(stream):
         for target, image, weight, rest, _ in calls:
             target(image, weight, None, *rest)
         stream.synchronize()

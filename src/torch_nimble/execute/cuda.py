@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from torch_nimble.execute.autocast import autocast_off
 from torch_nimble.execute.driver import copy_async
 from torch_nimble.execute.room import Room
 from torch_nimble.lower import Lowered
@@ -59,7 +60,8 @@ class CudaExecutable:
         slots = list(enumerate(lowered.program.inputs))
         self._written = [i for i, slot in slots if slot.mutated]
         self._bound = [i for i, slot in slots if slot.mutated or slot.bound]
-        self._private: set[str] = set()  # constants that are our own copies of the model's tensors
+        self._addresses: dict[str, int] = {}  # of the constants, as the graphs know them
+        self._borrowed: frozenset[str] = frozenset()  # constants that lie in the model's own memory
 
     # ------------------------------------------------------------ capturing
 
@@ -81,17 +83,26 @@ class CudaExecutable:
     def warm_up(self, constants: Mapping[str, Tensor], examples: Sequence[Tensor]) -> None:
         """Carry the tasks out once, uncaptured: libraries and kernels choose and load what they need.
 
-        On one stream that is used for nothing else. cuBLAS would keep a workspace for each stream it
-        has seen, outside of the graph's own memory, where whoever clears workspaces can take it away.
+        On a stream that nothing is captured on: cuBLAS would keep using the workspace it took there,
+        outside of the graph's own memory, where whoever clears workspaces can take it away.
         """
         self._take_constants(constants)
-        with torch.cuda.device(self.room.device), torch.no_grad():
+        with self._quietly():
             Walk(self, self._places(examples)).run_uncaptured()
 
     def _take_constants(self, constants: Mapping[str, Tensor]) -> None:
+        """Read the model's tensors where they lie; what is made of them, or misaligned, is ours."""
         program = self.lowered.program
         self.constants = {name: aligned(constants[name]) for name in program.constants}
-        self._private = {name for name, own in self.constants.items() if own is not constants[name]}
+        sources = [source.tensor() for source in program.sources.values()]
+        models = {t.untyped_storage().data_ptr() for t in sources if t is not None}
+        self._borrowed = frozenset(
+            name
+            for name, tensor in self.constants.items()
+            if (name in program.sources and tensor is constants[name])
+            or tensor.untyped_storage().data_ptr() in models
+        )
+        self._addresses = {name: tensor.data_ptr() for name, tensor in self.constants.items()}
         self._bindings.clear()
 
     def _capture(
@@ -100,18 +111,36 @@ class CudaExecutable:
         before_task: TaskHook = lambda launch: None,
         after_task: TaskHook = lambda launch: None,
     ) -> Binding:
-        with torch.cuda.device(self.room.device), torch.no_grad():
+        with self._quietly():
             walk = Walk(self, self._places(examples), before_task, after_task)
             binding = walk.capture()
         wanted = self.result_strides or tuple(output.stride() for output in binding.outputs)
         binding.other_strides = [
-            None if output.stride() == strides else strides
+            None if output.stride() == strides and _is_dense(output) else strides
             for output, strides in zip(binding.outputs, wanted, strict=True)
         ]
         while len(self._bindings) >= _MOST_BINDINGS:
             self._bindings.pop(next(iter(self._bindings)))
         self._bindings[self._key(examples)] = binding
         return binding
+
+    @contextlib.contextmanager
+    def _quietly(self) -> Iterator[None]:
+        """On our device, in nobody's modes, and alone on the streams to capture on."""
+        device = torch.cuda.device(self.room.device)
+        with (
+            self.room.streams.lock,
+            device,
+            torch.inference_mode(False),
+            torch.no_grad(),
+            autocast_off(),
+        ):
+            try:
+                yield
+            finally:
+                # cuBLAS keeps its workspaces by stream, so the next graph captured on these streams
+                # would work in memory of this one's. As torch does around graphs of its own.
+                torch._C._cuda_clearCublasWorkspaces()
 
     def _places(self, examples: Sequence[Tensor]) -> list[Tensor]:
         """Where each input is to lie: written ones where they are, if a graph can work on them there."""
@@ -181,25 +210,21 @@ class CudaExecutable:
         Folded values go into the memory that graphs know; only a tensor of the model that lies
         elsewhere now makes them be captured anew.
         """
-        self.room.enter()
-        sources = self.lowered.program.sources
-        moved = False
-        for name, own in list(self.constants.items()):
-            new = constants[name]
-            if new is own or (new.data_ptr() == own.data_ptr() and new.stride() == own.stride()):
-                continue
-            if (name in self._private or name not in sources) and _look_alike(own, new):
-                own.copy_(new)
-            else:
-                moved = True
-                self.constants[name] = aligned(new)
-                if self.constants[name] is new:
-                    self._private.discard(name)
-                else:
-                    self._private.add(name)
+        with torch.no_grad():
+            self.room.enter()
+            moved = False
+            for name, own in self.constants.items():
+                new = constants[name]
+                if name in self._borrowed:
+                    moved |= new.data_ptr() != self._addresses[name] or not _look_alike(own, new)
+                elif new is not own and _look_alike(own, new):
+                    own.copy_(new)
+                elif new is not own:
+                    moved = True
+            self.room.leave()
         if moved:
-            self._bindings.clear()
-        self.room.leave()
+            torch.cuda.synchronize(self.room.device)
+            self._take_constants(constants)
 
     def close(self) -> None:
         """Free the graphs; their memory goes back to the room."""
@@ -300,23 +325,34 @@ class Walk:
     def capture(self) -> Binding:
         """The plan as a graph; its memory has been checked."""
         graph = torch.cuda.CUDAGraph()
+        self._pool = self._room.pool_for(graph)
         origin = self._origin
         torch.cuda.synchronize()
         with _no_garbage_collection(), torch.cuda.stream(origin):
-            graph.capture_begin(self._room.pool_for(graph), capture_error_mode="thread_local")
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
                 self._fork()
                 self._walk(self._streams, origin)
                 for stream in self._streams.values():
                     origin.wait_stream(stream)
             except BaseException:
-                with contextlib.suppress(RuntimeError):
-                    graph.capture_end()
+                self._abandon(graph)
                 raise
-            graph.capture_end()
+            try:
+                graph.capture_end()
+            except RuntimeError:
+                self._abandon(graph)
+                raise
         check_memory(self._lowered.graph, self._plan, self._places, kept=self._kept)
         outputs = [self._values[output.name] for output in self._lowered.program.outputs]
         return Binding(graph, self._inputs, outputs, covered_bytes(self._places.values()))
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture that failed: torch throws before it lets go of the pool."""
+        with contextlib.suppress(RuntimeError):
+            graph.capture_end()
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(self._room.device.index, self._pool)
 
     def _walk(self, streams: Mapping[int, torch.cuda.Stream], origin: torch.cuda.Stream) -> None:
         homes = {b: task for task, buffers in self._allocated.items() for b in buffers.values()}
@@ -415,8 +451,13 @@ def _buffers_of_results(lowered: Lowered) -> frozenset[str]:
 
 
 def _relaid(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
-    return made.copy_(tensor)
+    """A copy with these strides; dimensions along which all elements are one are kept so."""
+    compact = tensor
+    for i, stride in enumerate(strides):
+        if stride == 0 and tensor.shape[i] > 1:
+            compact = compact.narrow(i, 0, 1)
+    made = torch.empty_strided(compact.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(compact).expand(tensor.shape)
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""What the graphs of one engine share on a device: streams, memory for activations, a memory pool.
+"""What the graphs of one engine share on a device: memory for activations, a memory pool.
 
 Graphs of one engine never run at the same time, so they may use the same memory, one after another.
 Two engines have nothing in common.
@@ -21,7 +21,7 @@ class Room:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.streams = Streams(device)
+        self.streams = Streams.of(device)
         self._pool: Any = None
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
         self.lock = threading.Lock()

@@ -1,14 +1,15 @@
-"""CUDA streams that nobody else has.
+"""CUDA streams that nobody else has, to capture on.
 
 PyTorch hands out 32 streams of each priority in turn, so a stream from there may be in use by another
-thread while we capture on it, and cuBLAS, which keeps a workspace for each stream, would share it
-between engines. These come from the driver, non-blocking, one set for each engine.
+thread while we capture on it. These come from the driver, non-blocking, one set for each device. They
+are needed only while a graph is captured, by one thread at a time.
 """
 
 from __future__ import annotations
 
 import ctypes
-import weakref
+import functools
+import threading
 
 import torch
 
@@ -19,21 +20,25 @@ _HIGH, _NORMAL = -1, 0
 
 
 class Streams:
-    """Streams by number and priority, made when first asked for, destroyed with this object."""
+    """Streams of a device by number and priority, made when first asked for, and kept."""
 
     def __init__(self, device: torch.device) -> None:
+        self.lock = threading.RLock()
+        """Held by whoever captures."""
         self._device = device
         self._made: dict[tuple[int, bool], torch.cuda.ExternalStream] = {}
-        self._handles: list[int] = []
-        # At the end of the process the driver may be gone already.
-        weakref.finalize(self, _destroy, self._handles).atexit = False
+
+    @staticmethod
+    @functools.cache
+    def of(device: torch.device) -> Streams:
+        """The streams of that device."""
+        return Streams(device)
 
     def get(self, number: int, *, high_priority: bool = False) -> torch.cuda.ExternalStream:
         """The stream of that number and priority."""
         key = (number, high_priority)
         if key not in self._made:
             handle = _create(self._device, _HIGH if high_priority else _NORMAL)
-            self._handles.append(handle)
             made = torch.cuda.ExternalStream(handle, device=self._device)  # type: ignore[no-untyped-call]
             self._made[key] = made
         return self._made[key]
@@ -47,9 +52,3 @@ def _create(device: torch.device, priority: int) -> int:
     if status != 0 or handle.value is None:
         raise RuntimeError(f"the CUDA driver could not make a stream (error {status})")
     return handle.value
-
-
-def _destroy(handles: list[int]) -> None:
-    for handle in handles:
-        driver().cuStreamDestroy_v2(ctypes.c_void_p(handle))
-    handles.clear()

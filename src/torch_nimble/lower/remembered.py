@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from torch_nimble.flags import convolutions_may_use_tf32, matmul_may_use_tf32
+
 _KNOWN_OPERATORS = ("aten", "prims")
 
 
@@ -80,12 +82,11 @@ def _surroundings() -> list[str]:
         torch.__version__,
         str(torch.version.git_version),
         "" if index is None else str(torch.cuda.get_device_properties(index)),
-        torch.get_float32_matmul_precision(),
         str(torch.get_default_dtype()),
         str(torch.are_deterministic_algorithms_enabled()),
-        str([matmul.allow_tf32, matmul.allow_fp16_reduced_precision_reduction,
+        str([matmul_may_use_tf32(), matmul.allow_fp16_reduced_precision_reduction,
              matmul.allow_bf16_reduced_precision_reduction]),
-        str([cudnn.enabled, cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic]),
+        str([cudnn.enabled, convolutions_may_use_tf32(), cudnn.benchmark, cudnn.deterministic]),
     ]  # fmt: skip
 
 

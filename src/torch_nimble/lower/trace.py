@@ -112,6 +112,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def allocate(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Stands in for an allocation on the device."""
+        if self._device.type == "cuda" and torch.cuda.current_device() != self._device.index:
+            raise LoweringError(f"the program allocates on another device than {self._device}")
         with self._unrecorded():
             fake = torch.empty_strided(size, stride, dtype=dtype, device=self._device)
         return self._allocated(fake)
@@ -128,6 +130,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def launch(self, kernel: Kernel, args: Sequence[Any]) -> None:
         """Stands in for the launch of a kernel."""
+        for value in args:
+            if not isinstance(value, torch.Tensor | int | float | None):
+                raise LoweringError(f"{kernel.name} is given a {type(value).__name__}")
         given = [
             (value, kernel.reads[i], kernel.writes[i])
             for i, value in enumerate(args)
@@ -144,13 +149,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        given = list(tensors_in((args, list(kwargs.values()))))
+        before = [(storage_of(fake), _storage_bytes(fake)) for fake in given]
         result = func(*args, **kwargs)
+        if before != [(storage_of(fake), _storage_bytes(fake)) for fake in given]:
+            raise LoweringError(f"{func} exchanges the memory of a tensor")
         # Asking a fake tensor for its device is an operator too.
         if not self._silent and func.namespace != "prim":
             self._operator(func, args, kwargs, result)
         return result
 
     def _operator(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        _refuse_uncapturable(target)
         inputs = list(tensors_in((args, list(kwargs.values()))))
         results = list(tensors_in(result))
         known = {storage_of(fake) for fake in inputs}
@@ -205,8 +215,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if id(result) not in self._names:
                 self._named(result, name)
         else:
-            for position, item in enumerate(result):
-                if isinstance(item, torch.Tensor) and item.device == self._device:
+            for position, item in enumerate(result or ()):
+                is_new = isinstance(item, torch.Tensor) and id(item) not in self._names
+                if is_new and item.device == self._device:
                     part = f"{name}_{position}"
                     self._calls[name].append(Call(part, operator.getitem, (Ref(name), position), {}))
                     self._named(item, part)
@@ -230,10 +241,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._tasks.append(Task(name=name, kind=kind, reads=unique[0], writes=unique[1]))
 
     def _task_name(self, kind: str) -> str:
-        return f"k{len(self._tasks)}_{kind}"
+        return self._free(f"k{len(self._tasks)}_{kind}")
 
     def _fresh_name(self, kind: str) -> str:
-        return f"{kind}_{len(self._alive)}"
+        return self._free(f"{kind}_{len(self._alive)}")
+
+    def _free(self, name: str) -> str:
+        """That name, or one like it that nothing given has."""
+        while name in self._lies_in:
+            name += "_"
+        return name
 
     def _named(self, fake: torch.Tensor, name: str) -> torch.Tensor:
         self._names[id(fake)] = name
@@ -308,6 +325,24 @@ def _only_out(fake: torch.Tensor, target: Any, args: Sequence[Any], kwargs: Mapp
     return not any(
         fake is other for other in tensors_in((args, [v for k, v in kwargs.items() if k != "out"]))
     )
+
+
+# They talk to other processes behind the dispatcher's back.
+_NOT_ALONE = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "symm_mem")
+# Their offsets count from the beginning of memory that is laid out differently at run time.
+_ABSOLUTE = frozenset([_aten.as_strided_copy.default, _aten.as_strided_scatter.default])
+_UNSAFE_TAGS = ("cudagraph_unsafe", "maybe_aliasing_or_mutating")
+
+
+def _refuse_uncapturable(target: Any) -> None:
+    tags = [getattr(torch.Tag, name) for name in _UNSAFE_TAGS if hasattr(torch.Tag, name)]
+    unsafe = any(tag in getattr(target, "tags", ()) for tag in tags)
+    if unsafe or target in _ABSOLUTE or getattr(target, "namespace", "") in _NOT_ALONE:
+        raise LoweringError(f"{target} cannot be captured")
+
+
+def _storage_bytes(fake: torch.Tensor) -> int:
+    return fake.untyped_storage().nbytes() if fake.layout is torch.strided else 0
 
 
 def _short(target: Any) -> str:

@@ -24,7 +24,7 @@ def protect_results(graph: fx.Graph, constants: frozenset[str]) -> int:
     All write-backs come last and mean the values before any of them. `a, b = b, a` on two buffers
     would otherwise read the second after it was overwritten.
     """
-    writes = [node for node in graph.nodes if node.target is _aten.copy_.default]
+    writes = [node for node in graph.nodes if is_write_back(node)]
     targets = {node.args[0] for node in writes}
     if not writes:
         return 0
@@ -46,6 +46,12 @@ def protect_results(graph: fx.Graph, constants: frozenset[str]) -> int:
             output.replace_input_with(value, copy)
             cloned += 1
     return cloned
+
+
+def is_write_back(node: fx.Node) -> bool:
+    """Whether a node puts a new value into a buffer or an input, as the last ones of a graph do."""
+    target = node.args[0] if node.target is _aten.copy_.default else None
+    return isinstance(target, fx.Node) and target.op == "placeholder"
 
 
 def _root(node: fx.Node) -> fx.Node:

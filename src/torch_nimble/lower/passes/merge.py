@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-_aten = torch.ops.aten
+from torch_nimble.lower.passes.guard import is_write_back
 
 
 def merge_equal(graph: fx.Graph, constants: frozenset[str]) -> int:
@@ -16,7 +16,7 @@ def merge_equal(graph: fx.Graph, constants: frozenset[str]) -> int:
     Nothing is done where operators write values of the graph: the same arguments may then mean
     different values. The write-backs at the end read what they write elsewhere and do not matter.
     """
-    if any(_writes(node) and node.target is not _aten.copy_.default for node in graph.nodes):
+    if any(_writes(node) and not is_write_back(node) for node in graph.nodes):
         return 0
     first: dict[Any, fx.Node] = {}
     merged = 0
@@ -49,7 +49,8 @@ def _hashable(value: Any) -> Any:
         return (type(value).__name__, *map(_hashable, value))
     if isinstance(value, dict):
         return tuple((name, _hashable(item)) for name, item in value.items())
-    return (type(value), value)  # 1, 1.0 and True are different arguments
+    # 1, 1.0 and True are different arguments, and so are 0.0 and -0.0.
+    return (type(value), repr(value) if isinstance(value, float) else value)
 
 
 def _writes(node: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""Inductor's fused and tuned kernels as tasks. All private names of Inductor are in this file.
+"""Inductor's fused and tuned kernels as tasks. All private names of Inductor are here.
 
 Inductor is asked to compile the graph as it would for `torch.compile`; what comes out is its usual
 wrapper, a Python function that allocates, launches kernels and calls libraries. That function is run
@@ -15,8 +15,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,27 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from torch_nimble.capture import Captured
-from torch_nimble.errors import LoweringError, PlanError
+from torch_nimble.errors import LoweringError
 from torch_nimble.lower.aten import Lowered
 from torch_nimble.lower.constants import Split, split_constants
+from torch_nimble.lower.inductor.following import Wrapper, empty_like, first_line, record
 from torch_nimble.lower.passes import run_passes
 from torch_nimble.lower.program import InputSlot, Output, Program, Ref
 from torch_nimble.lower.remembered import fingerprint, recall, remember
-from torch_nimble.lower.trace import Kernel, Recorder, Recording
+from torch_nimble.lower.trace import Recording
 from torch_nimble.taskgraph import BufferKind, Layout, TaskGraph
+
+__all__ = [
+    "KNOWN_VERSIONS",
+    "Wrapper",
+    "compile_unscheduled",
+    "compile_with",
+    "compile_wrapper",
+    "lower",
+    "record",
+    "unsupported",
+    "wrapper_of",
+]
 
 KNOWN_VERSIONS = ((2, 11), (2, 13))
 """The first and the last minor version of torch whose private names are known to fit."""
@@ -55,6 +68,7 @@ _SETTINGS: dict[str, Any] = {
 }
 
 
+_NO_AUTOGRAD_CACHE = {"enable_autograd_cache": False, "enable_remote_autograd_cache": False}
 _PASSES_OF_USERS = (
     "pre_grad_custom_pass",
     "joint_custom_pre_pass",
@@ -148,14 +162,6 @@ def _tensor_name(result: Any) -> str:
 # -------------------------------------------------------------------- compiling
 
 
-@dataclass(frozen=True, eq=False)
-class Wrapper:
-    """A compiled program: a function of a list of tensors, and the namespace it runs in."""
-
-    function: types.FunctionType
-    namespace: Mapping[str, Any]
-
-
 def compile_wrapper(module: fx.GraphModule, examples: Sequence[torch.Tensor], layout: Layout) -> Wrapper:
     """Inductor's program for a graph; `examples` are fake tensors."""
     with _settings(module.graph, layout) as settings:
@@ -186,7 +192,7 @@ def _compile(module: fx.GraphModule, examples: Sequence[torch.Tensor]) -> Any:
         compile_fx(module, _examples(examples), inner_compile=inner)
     except Exception as reason:
         raise LoweringError(
-            f"Inductor cannot compile the graph: {type(reason).__name__}: {_first_line(reason)}"
+            f"Inductor cannot compile the graph: {type(reason).__name__}: {first_line(reason)}"
         ) from reason
     if len(found) != 1:
         raise LoweringError(f"Inductor made {len(found)} programs of one graph")
@@ -220,9 +226,9 @@ def compile_with(
             compiled.current_callable = replaced
         return compiled
 
-    with functorch_config.patch(enable_autograd_cache=False):
+    with functorch_config.patch(_NO_AUTOGRAD_CACHE):
         return compile_fx(  # type: ignore[return-value]
-            module, inputs, inner_compile=inner, config_patches={**_SETTINGS, **settings}
+            module, inputs, inner_compile=inner, config_patches={**settings, **_SETTINGS}
         )
 
 
@@ -238,12 +244,7 @@ def compile_unscheduled(
 def _examples(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Fake tensors of these shapes as Inductor wants them: without a ShapeEnv it does not cache."""
     with FakeTensorMode(shape_env=ShapeEnv()):
-        return list(map(_empty_like, tensors))
-
-
-def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    """One of the same shape and strides that begins its own memory."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        return list(map(empty_like, tensors))
 
 
 def wrapper_of(compiled: Any) -> Wrapper:
@@ -300,127 +301,10 @@ def _settings(graph: fx.Graph, layout: Layout) -> Iterator[dict[str, Any]]:
     with (
         compile_lock,
         config.patch(chosen),
-        functorch_config.patch(enable_autograd_cache=False),
+        functorch_config.patch(_NO_AUTOGRAD_CACHE),
+        warnings.catch_warnings(),
     ):
+        warnings.simplefilter("ignore")  # advice to users of torch.compile
         is_usual = config.fx_graph_cache and not config.force_disable_caches
         own_passes = any(getattr(config, name, None) is not None for name in _PASSES_OF_USERS)
         yield config.save_config_portable() if is_usual and not own_passes else {}
-
-
-def _first_line(reason: BaseException) -> str:
-    lines = str(reason).strip().splitlines()
-    return lines[0] if lines else ""
-
-
-# -------------------------------------------------------------------- recording
-
-
-def record(
-    wrapper: Wrapper,
-    given: Mapping[str, Any],
-    kinds: Mapping[str, BufferKind],
-    device: torch.device,
-) -> Recording:
-    """Run the program on fake tensors of these shapes, and on numbers as they are; note what it does."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = Recorder(mode, device)
-    namespace = _stand_ins(wrapper.namespace, recorder)
-    function = types.FunctionType(wrapper.function.__code__, namespace)
-    with mode:
-        arguments = [
-            recorder.given(name, _empty_like(value), kinds[name])
-            if isinstance(value, torch.Tensor)
-            else value
-            for name, value in given.items()
-        ]
-    try:
-        with mode, recorder, torch.no_grad():
-            results = _call(function, arguments)
-    except LoweringError:
-        raise
-    except Exception as reason:
-        raise LoweringError(
-            f"Inductor's program could not be followed: {type(reason).__name__}: {_first_line(reason)}"
-        ) from reason
-    return recorder.finish(results)
-
-
-def _call(function: Callable[..., Any], arguments: list[Any]) -> Sequence[Any]:
-    if function.__code__.co_argcount == 2:  # a method of Inductor's Runner, which it does not use
-        return function(None, arguments)  # type: ignore[no-any-return]
-    return function(arguments)  # type: ignore[no-any-return]
-
-
-def _stand_ins(namespace: Mapping[str, Any], recorder: Recorder) -> dict[str, Any]:
-    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
-
-    replaced = dict(namespace)
-    for name, value in namespace.items():
-        if isinstance(value, CachingAutotuner):
-            replaced[name] = _Launches(_kernel(name, value), recorder)
-    replaced["empty_strided_cuda"] = recorder.allocate
-    replaced["reinterpret_tensor"] = recorder.reinterpret
-    for check in ("assert_size_stride", "assert_alignment"):
-        replaced[check] = _nothing
-    return replaced
-
-
-def _nothing(*_: Any) -> None:
-    """Checks of sizes: they are known here."""
-
-
-class _Launches:
-    """Stands in for a kernel: launching it is noted."""
-
-    def __init__(self, kernel: Kernel, recorder: Recorder) -> None:
-        self._kernel = kernel
-        self._recorder = recorder
-
-    def run(self, *args: Any, stream: int) -> None:
-        self._recorder.launch(self._kernel, args)
-
-
-def _kernel(name: str, tuner: Any) -> Kernel:
-    """Roles of arguments by Inductor's own names for them; what has no clear role does both."""
-    # Block sizes and the like stand at the end of the signature and are not passed.
-    names = list(tuner.triton_meta["signature"])
-    mutated = set(tuner.mutated_arg_names)
-    reads = [not argument.startswith("out_ptr") or argument in mutated for argument in names]
-    writes = [not argument.startswith(("in_ptr", "arg_")) or argument in mutated for argument in names]
-    return Kernel(name, TunedKernel(name, tuner), tuple(reads), tuple(writes))
-
-
-class TunedKernel:
-    """Launches a kernel on the current stream; at its first launch Inductor picks the best version."""
-
-    def __init__(self, name: str, tuner: Any) -> None:
-        self.name = name
-        self._tuner = tuner
-
-    def __call__(self, *args: Any) -> None:
-        """Launch it."""
-        stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
-        self._tuner.run(*args, stream=stream)
-
-    def variant(self) -> str:
-        """Block sizes, warps and stages of the version in use."""
-        launchers = self._tuner.launchers
-        return _variant(launchers[0].config) if len(launchers) == 1 else ""
-
-    def use(self, variant: str) -> None:
-        """Use the version with these block sizes, warps and stages."""
-        if not self._tuner.launchers:
-            self._tuner.precompile()
-        fitting = [one for one in self._tuner.launchers if _variant(one.config) == variant]
-        if not fitting:
-            known = "; ".join(sorted(_variant(one.config) for one in self._tuner.launchers))
-            raise PlanError(
-                f"the plan uses {self.name!r} with {variant}, and it comes with {known}; "
-                "was the plan made with another version of torch or on another kind of GPU?"
-            )
-        self._tuner.launchers = fitting[:1]
-
-
-def _variant(config: Any) -> str:
-    sizes = ", ".join(f"{name}={value}" for name, value in sorted(config.kwargs.items()))
-    return f"{sizes}, warps={config.num_warps}, stages={config.num_stages}"
