@@ -50,7 +50,7 @@ from torch_nimble.signature import (
 )
 from torch_nimble.taskgraph import TaskGraph
 from torch_nimble.tree import Node, flatten_inputs, unflatten_inputs
-from torch_nimble.weights import FoldedConstants, ModuleWatch, watch_optimizers
+from torch_nimble.weights import FoldedConstants, ModuleWatch, Tripwire, watch_optimizers
 
 
 class Engine(ModelFace):
@@ -137,16 +137,10 @@ class Engine(ModelFace):
         executable = prepared.choice.executable
         if not isinstance(executable, CudaExecutable) or self._batching is not None:
             return
-        callee, modules, modes = self._callee, self._modules_watch, list(prepared.signature.training)
-        watch, is_module = prepared.watch, callee.module is not None
+        callee, wire = self._callee, Tripwire(self._modules_watch, prepared.watch)
 
         def unchanged() -> bool:
-            return (
-                watch.unchanged()
-                and modules.unchanged()
-                and modules.training() == modes
-                and (is_module or callee.reaches_the_same())
-            )
+            return wire.untouched() and (callee.module is not None or callee.reaches_the_same())
 
         self._set_own("_quick", QuickCall(prepared, executable, structure, tensors, unchanged))
 

@@ -23,6 +23,16 @@ MISS: Final = object()
 """Not such a call."""
 
 
+_forks = [0]
+
+
+def _count_fork() -> None:
+    _forks[0] += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
+
 class QuickCall:
     """Serves calls like one that was served, with tensors on the engine's device."""
 
@@ -35,10 +45,10 @@ class QuickCall:
         unchanged: Callable[[], bool],
     ) -> None:
         self._prepared = prepared
-        self._executable = executable
+        self._call = executable.call_checked
         self._lock = executable.room.lock
         self._index = executable.room.device.index
-        self._kinds = [(t.shape, t.dtype, executable.room.device) for t in tensors]
+        self._kinds = [(t.shape, t.dtype) for t in tensors]
         self._count = len(tensors)
         self._unchanged = unchanged
         self._default_dtype = torch.get_default_dtype()
@@ -49,7 +59,7 @@ class QuickCall:
         self._is_single = isinstance(self._results, Leaf)
         self._writes = prepared.writes
         self._checks_first = prepared.writes or prepared.draws
-        self._pid = os.getpid()
+        self._forks = _forks[0]
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the call gives, or MISS."""
@@ -65,22 +75,22 @@ class QuickCall:
         with self._lock:
             if self._prepared.closed or (self._checks_first and not self._unchanged()):
                 return MISS
-            results = self._executable.call(tensors)
+            results = self._call(tensors)
             if not (self._checks_first or self._unchanged()):
                 return MISS
             self._prepared.calls += 1
         return results[0] if self._is_single else unflatten_output(self._results, results)
 
     def _fits(self, tensors: Sequence[Any]) -> bool:
-        for tensor, (shape, dtype, device) in zip(tensors, self._kinds, strict=True):
+        for tensor, (shape, dtype) in zip(tensors, self._kinds, strict=True):
             if (
                 type(tensor) is not torch.Tensor
-                or tensor.shape != shape
+                or tensor.get_device() != self._index
                 or tensor.dtype is not dtype
-                or tensor.device != device
+                or tensor.shape != shape
                 or tensor.requires_grad
-                or tensor.is_conj()
                 or tensor.is_neg()
+                or (dtype.is_complex and tensor.is_conj())
             ):
                 return False
         return (
@@ -88,5 +98,5 @@ class QuickCall:
             and self._autocast
             == (AutocastState.current("cuda") if torch._C._is_any_autocast_enabled() else None)
             and torch.get_default_dtype() is self._default_dtype
-            and os.getpid() == self._pid
+            and _forks[0] == self._forks
         )

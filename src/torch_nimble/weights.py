@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
+from torch._C._dynamo.guards import dict_version
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torch_nimble.capture import MODEL_LOCK, Source
@@ -273,3 +274,49 @@ def _looks(tensors: list[Any]) -> list[Any]:
         else None
         for i, t in enumerate(tensors)
     ]
+
+
+class Tripwire:
+    """Tells quickly that nothing was touched since it was made; if not, look at what changed.
+
+    Python counts the changes of every dict, and Dynamo's guards can read that count: one look at each
+    table of each module stands for all its entries. Setting an attribute to what it was trips it too.
+    """
+
+    def __init__(self, modules: ModuleWatch, watch: Watch) -> None:
+        self._watch = watch
+        self._hooks = modules._hooks
+        self._tables = [
+            *modules._tables,
+            *(
+                table
+                for m in modules.modules
+                for table in (m._parameters, m._buffers, m._modules)
+                if table
+            ),
+        ]
+        self._touched = self._touched_now()
+        self._had_hooks = any(self._hooks)
+        self._all = list(range(len(watch._counted)))
+
+    def _touched_now(self) -> list[int]:
+        return list(map(dict_version, self._tables))
+
+    def untouched(self) -> bool:
+        """Whether no table was changed, no tensor written or moved, no hook added, no optimizer stepped."""
+        watch = self._watch
+        return (
+            self._modules._hook_keys == self._modules._hook_keys_now()
+            and watch._steps == _optimizer_steps[0]
+            and watch._versions == list(map(_VERSION, watch._counted))
+            and _same_addresses(watch._counted, watch._addresses, self._all)
+            and self._touched == self._touched_now()
+        )
+
+
+def _compared(tensors: list[torch.Tensor], addresses: list[int], indices: list[int]) -> bool:
+    return addresses == list(map(_DATA_PTR, tensors))
+
+
+# Builds of torch without CUDA do not have it.
+_same_addresses = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", _compared)

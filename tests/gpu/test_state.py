@@ -200,7 +200,8 @@ def test_memory_is_shared_between_shapes_and_freed_at_the_end(allocated: Callabl
     fast = nimble.compile(model, (large,))
     fast(large)
     held = allocated() - before
-    assert held > 120 * MIB, "nothing is held: this comparison could not fail"
+    # Preparing also gives back cuBLAS's workspaces, which were counted before.
+    assert held > 80 * MIB, "nothing is held: this comparison could not fail"
     fast(small)
     assert allocated() - before - held < 40 * MIB  # its input; the result lies where the other's did
     fast.close()

@@ -97,13 +97,13 @@ def test_a_plan_without_one_of_its_waits_is_caught(
     plan = max_concurrency(trial.lowered.graph)
     waits = [(i, name) for i, launch in enumerate(plan.launches) for name in launch.waits]
     caught = []
-    for position, awaited in random.Random(0).sample(waits, 12):
+    for position, awaited in random.Random(0).sample(waits, min(12, len(waits))):
         late = plan.launches[position]
         kept = tuple(name for name in late.waits if name != awaited)
         launches = list(plan.launches)
         launches[position] = dataclasses.replace(late, waits=kept)
         broken = dataclasses.replace(plan, launches=tuple(launches))
-        with pytest.raises(nimble.PlanError, match=awaited):
+        with pytest.raises(nimble.PlanError, match="does not order"):
             CudaExecutable(trial.lowered, broken, Room(inputs[0].device))
         executable = CudaExecutable(trial.lowered, plan, Room(inputs[0].device))
         executable.plan = broken  # past the verifier

@@ -107,6 +107,8 @@ class CudaDevice(Device):
 
     def entries(self, trial: Trial, options: Options) -> Iterator[Entry]:
         """Serial, lanes and maximum concurrency, the last ones also with priorities."""
+        if not trial.lowered.graph.tasks:
+            raise RefusedError("the model does nothing that could be scheduled")
         make = Candidates(trial, options, Room(self.device))
         self._not_tried = make.left_out
         custom = custom_plan(trial.lowered, options)

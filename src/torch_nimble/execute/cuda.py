@@ -181,12 +181,23 @@ class CudaExecutable:
         self.room.leave()
         return results
 
-    def launch(self, tensors: Sequence[Tensor]) -> Binding:
+    def call_checked(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The same for tensors that are known to have the right shapes, dtypes and device."""
+        binding = self.launch(tensors, is_checked=True)
+        results = self.results(binding)
+        self.room.leave()
+        return results
+
+    def launch(self, tensors: Sequence[Tensor], *, is_checked: bool = False) -> Binding:
         """Copy the inputs to their places and start the graph."""
         stream = self.room.enter()
-        key = self._key(tensors) if self._bound else ()
-        binding = self._bindings.get(key) or self._capture(tensors)
-        binding.take(tensors, stream)
+        binding = self._bindings.get(self._key(tensors) if self._bound else ())
+        if binding is None:
+            binding = self._capture(tensors)
+        if is_checked:
+            binding.take_checked(tensors, stream)
+        else:
+            binding.take(tensors)
         binding.replay()
         for i in self._written:
             if binding.inputs[i].data_ptr() != tensors[i].data_ptr():
@@ -254,29 +265,33 @@ class Binding:
         # The class above only adds a call.
         self.replay: Callable[[], None] = super(torch.cuda.CUDAGraph, graph).replay
         self._places = [
-            (place, place.data_ptr(), place.device, place.dtype, place.shape, place.stride(),
-             place.numel() * place.element_size() if _is_dense(place) else -1)
+            (
+                place,
+                place.data_ptr(),
+                place.numel() * place.element_size() if _is_dense(place) else 0,
+                place.is_contiguous(),
+                place.stride(),
+            )
             for place in inputs
-        ]  # fmt: skip
+        ]
         self._copy = copy_async()
 
-    def take(self, tensors: Sequence[Tensor], stream: int) -> None:
+    def take(self, tensors: Sequence[Tensor]) -> None:
         """Copy inputs to their places, those that are not there already."""
+        for place, tensor in zip(self.inputs, tensors, strict=True):
+            if tensor.data_ptr() != place.data_ptr() or tensor.device != place.device:
+                place.copy_(tensor)
+
+    def take_checked(self, tensors: Sequence[Tensor], stream: int) -> None:
+        """The same for tensors of the right shape, dtype and device, in less time."""
         for tensor, place in zip(tensors, self._places, strict=True):
-            to, address, device, dtype, shape, strides, nbytes = place
+            to, address, nbytes, is_contiguous, strides = place
             source = tensor.data_ptr()
-            if source == address and tensor.device == device:
+            if source == address:
                 continue
-            if (
-                nbytes > 0
-                and tensor.device == device
-                and tensor.dtype is dtype
-                and tensor.stride() == strides
-                and tensor.shape == shape
-                and self._copy(address, source, nbytes, stream) == 0
-            ):
-                continue
-            to.copy_(tensor)
+            lies_alike = tensor.is_contiguous() if is_contiguous else tensor.stride() == strides
+            if not lies_alike or not nbytes or self._copy(address, source, nbytes, stream):
+                to.copy_(tensor)
 
 
 class Walk:
@@ -351,8 +366,12 @@ class Walk:
         """End a capture that failed: torch throws before it lets go of the pool."""
         with contextlib.suppress(RuntimeError):
             graph.capture_end()
+        index = self._room.device.index
         with contextlib.suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(self._room.device.index, self._pool)
+            torch._C._cuda_endAllocateToPool(index, self._pool)
+        # Neither does it tell the generator, which would refuse to draw outside of captures.
+        generator = torch.cuda.default_generators[index]
+        generator.graphsafe_set_state(generator.clone_state())
 
     def _walk(self, streams: Mapping[int, torch.cuda.Stream], origin: torch.cuda.Stream) -> None:
         homes = {b: task for task, buffers in self._allocated.items() for b in buffers.values()}

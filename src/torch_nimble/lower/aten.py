@@ -87,8 +87,10 @@ class _Lowering:
     def refuse_other_devices(self, device: torch.device) -> None:
         """LoweringError for an operator that works anywhere else, where no graph would repeat it."""
         for node in self.nodes:
+            if node.op != "call_function":
+                continue
             touched = [self.fakes[node], *(self.fakes[n] for n in node.all_input_nodes)]
-            for fake in tensors_in(touched) if node.op == "call_function" else ():
+            for fake in tensors_in(touched):
                 if fake.device != device and fake.dim() > 0:
                     raise LoweringError(
                         f"{node.target} works on {fake.device}, and everything else on {device}"

@@ -30,6 +30,7 @@ from torch_nimble.errors import LoweringError
 from torch_nimble.lower.aten import Lowered
 from torch_nimble.lower.constants import Split, split_constants
 from torch_nimble.lower.inductor.following import Wrapper, empty_like, first_line, record
+from torch_nimble.lower.observe import tensors_in
 from torch_nimble.lower.passes import run_passes
 from torch_nimble.lower.program import InputSlot, Output, Program, Ref
 from torch_nimble.lower.remembered import fingerprint, recall, remember
@@ -105,6 +106,7 @@ def lower(captured: Captured, layout: Layout, device: torch.device) -> Lowered:
     frozen = frozenset(captured.constants) - captured.mutated
     passes = run_passes(graph, frozen, layout, fused=True)
     split = split_constants(captured, graph)
+    _refuse_other_devices(split.graph, device)
     module = fx.GraphModule(captured.owner, split.graph)
     wrapper = compile_wrapper(module, list(split.given.values()), layout)
     kinds = {name: _kind(captured, name) for name in split.given}
@@ -116,6 +118,14 @@ def lower(captured: Captured, layout: Layout, device: torch.device) -> Lowered:
         passes,
         tasks_are="fused kernels",
     )
+
+
+def _refuse_other_devices(graph: fx.Graph, device: torch.device) -> None:
+    """LoweringError for an operator that works elsewhere, before compiling for that takes its time."""
+    for node in graph.nodes:
+        for fake in tensors_in(node.meta.get("val")):
+            if fake.device != device and fake.dim() > 0:
+                raise LoweringError(f"{node.target} works on {fake.device}, not on {device}")
 
 
 def _refuse_strange_writes(recording: Recording, captured: Captured) -> None:
@@ -194,8 +204,8 @@ def _compile(module: fx.GraphModule, examples: Sequence[torch.Tensor]) -> Any:
         raise LoweringError(
             f"Inductor cannot compile the graph: {type(reason).__name__}: {first_line(reason)}"
         ) from reason
-    if len(found) != 1:
-        raise LoweringError(f"Inductor made {len(found)} programs of one graph")
+    if len(found) != 1 or not hasattr(found[0], "cache_key"):
+        raise LoweringError(f"Inductor made {len(found)} programs of the graph, or one without work")
     return found[0]
 
 
