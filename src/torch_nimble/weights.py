@@ -284,26 +284,18 @@ class Tripwire:
     """
 
     def __init__(self, modules: ModuleWatch, watch: Watch) -> None:
+        self._modules = modules
         self._watch = watch
-        self._hooks = modules._hooks
-        self._tables = [
-            *modules._tables,
-            *(
-                table
-                for m in modules.modules
-                for table in (m._parameters, m._buffers, m._modules)
-                if table
-            ),
-        ]
+        inner = [t for m in modules.modules for t in (m._parameters, m._buffers, m._modules) if t]
+        self._tables = [*modules._tables, *inner]
         self._touched = self._touched_now()
-        self._had_hooks = any(self._hooks)
         self._all = list(range(len(watch._counted)))
 
     def _touched_now(self) -> list[int]:
         return list(map(dict_version, self._tables))
 
     def untouched(self) -> bool:
-        """Whether no table was changed, no tensor written or moved, no hook added, no optimizer stepped."""
+        """Whether no table, tensor, hook or optimizer has done anything."""
         watch = self._watch
         return (
             self._modules._hook_keys == self._modules._hook_keys_now()

@@ -1,4 +1,4 @@
-"""Whatever is done to a model between two calls trips the wire; doing nothing, or calling it, does not."""
+"""Whatever is done to a model between two calls trips the wire; to call it does not."""
 
 from __future__ import annotations
 
