@@ -212,14 +212,16 @@ def test_the_other_tables_show_their_records() -> None:
         }),
         made_up("recheck", systems={"nimble-serial": timed(900), "nimble": timed(600)},
                 planned={"explained": {"chosen": "4 lanes"}}),
-        made_up("overhead", systems={"replay": {"host_us": 6.0}, "nimble": {"host_us": 18.5}}),
+        made_up("overhead", systems={
+            "replay": {"host_us": 6.0}, "launched": {"host_us": 18.5}, "nimble": {"host_us": 90.0},
+        }),
     ]  # fmt: skip
     shown = [row[2:] for row in cells(gpu.markdown(records), "resnet50")]
     assert shown == [
         ["1", "–", "–", "2 / 4", "–", "3 / 6", "1.50×", "1.50×"],
         ["20.0 / 5.0", "24.0 / 6.0", "1.20×", "0.25×", "lower 8.0 / lower 8.0"],
         ["900", "600", "1.50× (1.50–1.50)", "4 lanes"],
-        ["6.0", "–", "18.5", "12.5"],
+        ["6.0", "18.5", "90.0", "–", "12.5"],
     ]
 
 
