@@ -1,9 +1,9 @@
 """The shortest way from a call to a launched graph.
 
 A call with the same kind of inputs as the one before needs no signature: comparing shapes, dtypes and
-devices is enough. Whether weights or modules have changed is looked at after the launch, while the GPU
-works; if so the results are dropped and the call takes the long way, which takes the changes in. Only
-where a plan writes state must that be known before.
+devices is enough to launch. Everything else that could make the result wrong (modes, weights and modules
+that have changed) is looked at afterwards, while the GPU works; if there is any, the results are dropped
+and the call takes the long way. Only where a plan writes state or draws must that be known before.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class QuickCall:
         unchanged: Callable[[], bool],
     ) -> None:
         self._prepared = prepared
-        self._call = executable.call_checked
+        self._executable = executable
         self._lock = executable.room.lock
         self._index = executable.room.device.index
         self._kinds = [(t.shape, t.dtype) for t in tensors]
@@ -68,35 +68,36 @@ class QuickCall:
             tensors, structure = flatten_inputs(args, kwargs)
             if structure != self._structure:
                 return MISS
-        if len(tensors) != self._count or not self._fits(tensors):
+        if len(tensors) != self._count or _forks[0] != self._forks:
             return MISS
-        if self._writes and self._prepared.refusal(tensors) is not None:
+        index = self._index
+        for tensor, (shape, dtype) in zip(tensors, self._kinds, strict=True):
+            if (
+                type(tensor) is not torch.Tensor
+                or tensor.get_device() != index
+                or tensor.dtype is not dtype
+                or tensor.shape != shape
+            ):
+                return MISS
+        if self._checks_first and not self._is_valid(tensors):
             return MISS
         with self._lock:
-            if self._prepared.closed or (self._checks_first and not self._unchanged()):
+            if self._prepared.closed:
                 return MISS
-            results = self._call(tensors)
-            if not (self._checks_first or self._unchanged()):
+            run = self._executable.short_way or self._executable.call
+            results = run(tensors)
+            if not (self._checks_first or self._is_valid(tensors)):
                 return MISS
             self._prepared.calls += 1
         return results[0] if self._is_single else unflatten_output(self._results, results)
 
-    def _fits(self, tensors: Sequence[Any]) -> bool:
-        for tensor, (shape, dtype) in zip(tensors, self._kinds, strict=True):
-            if (
-                type(tensor) is not torch.Tensor
-                or tensor.get_device() != self._index
-                or tensor.dtype is not dtype
-                or tensor.shape != shape
-                or tensor.requires_grad
-                or tensor.is_neg()
-                or (dtype.is_complex and tensor.is_conj())
-            ):
-                return False
+    def _is_valid(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether the plan stands for what the model would do with these tensors now."""
         return (
-            torch._C._cuda_getDevice() == self._index
+            not any(t.requires_grad or t.is_neg() or t.is_conj() for t in tensors)
             and self._autocast
             == (AutocastState.current("cuda") if torch._C._is_any_autocast_enabled() else None)
             and torch.get_default_dtype() is self._default_dtype
-            and _forks[0] == self._forks
+            and not (self._writes and self._prepared.refusal(tensors) is not None)
+            and self._unchanged()
         )

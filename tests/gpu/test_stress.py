@@ -92,8 +92,11 @@ def test_delays_at_random_tasks_change_no_bit(
 
 def test_a_plan_without_one_of_its_waits_is_caught(
     case: tuple[Trial, list[torch.Tensor], list[list[torch.Tensor]]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trial, inputs, references = case
+    # The check of addresses would find most of these plans before they run.
+    monkeypatch.setattr("torch_nimble.execute.cuda.check_memory", lambda *_, **__: None)
     plan = max_concurrency(trial.lowered.graph)
     waits = [(i, name) for i, launch in enumerate(plan.launches) for name in launch.waits]
     caught = []

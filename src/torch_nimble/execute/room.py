@@ -30,7 +30,8 @@ class Room:
         # The method of the class above, which does not ask for the current stream first.
         self._record = super(torch.cuda.Event, self._left).record
         self._current: torch.cuda.Stream
-        self._last_stream = -1
+        self.last_stream = -1
+        """The stream that work was begun on last."""
 
     def pool_for(self, graph: torch.cuda.CUDAGraph) -> Any:
         """Where operators allocate while that graph is captured: with the others if there are any.
@@ -42,14 +43,13 @@ class Room:
         self._graphs.add(graph)
         return self._pool
 
-    def enter(self) -> int:
+    def enter(self) -> None:
         """Begin work on the current stream, after the work of whoever was here before on another."""
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-        if stream != self._last_stream:
+        if stream != self.last_stream:
             self._current = torch.cuda.current_stream(self.device)
             self._current.wait_event(self._left)
-            self._last_stream = stream
-        return stream
+            self.last_stream = stream
 
     def leave(self) -> None:
         """End the work that was begun."""
