@@ -1,6 +1,7 @@
 """Batch-1 inference on a GPU: torch-nimble beside eager, eager in a CUDA graph, and torch.compile.
 
     python benchmarks/gpu.py                    speed: every network and dtype, all systems interleaved
+    python benchmarks/gpu.py --parallel 6       the same sooner: preparing together, measuring alone
     python benchmarks/gpu.py --memory           peak and held memory, each system in a fresh process
     python benchmarks/gpu.py --warm             preparation, cold and with caches on disk
     python benchmarks/gpu.py --recheck          a saved plan against one stream, in a fresh process
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import fcntl
 import functools
 import gc
 import importlib
@@ -34,14 +36,30 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from gpu_record import (
+    HEAD,
+    KINDS,
+    NETWORKS,
+    SCHEMA,
+    SYSTEMS,
+    Json,
+    failures,
+    identity,
+    markdown,
+    parse,
+    percentile,
+    plain,
+)
 from rich.console import Console
 
 import torch_nimble as nimble
@@ -50,28 +68,19 @@ from torch_nimble.execute.check import worst_error
 from torch_nimble.tree import flatten_output, unflatten_output
 from torch_nimble.zoo.loading import RECIPES
 
-SCHEMA = "torch-nimble/gpu-benchmark/1"
-HEAD = ("schema", "kind", "network", "dtype", "date", "commit", "machine", "versions", "settings")
-KINDS = ("speed", "memory", "warm", "recheck", "overhead")
-NETWORKS = (
-    "nasnet-a-mobile,inception-v3,googlenet,darts,amoebanet,random-wired,"
-    "resnet50,mobilenet-v2,efficientnet-b0,bert-base,vit-b16,gpt2"
-)
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
-SYSTEMS = ("eager", "cudagraph", "compile", "nimble-serial", "nimble")
 ROOT = Path(__file__).resolve().parents[1]
 INPUT_SETS, SETTLE = 8, 5
 ROUND_US, CALLS_AT_LEAST, ENQUEUED_AT_MOST = 75_000, 20, 100
 ERROR_FACTOR, ERROR_FLOOR = 1.5, 1e-6
 
-Json = dict[str, Any]
 Inputs = tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]
 Call = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one process measures. `cache` is a folder of compiled kernels, `plan` a file."""
+    """What one process measures. `cache` is a folder of compiled kernels, `plan` and `turn` files."""
 
     kind: str
     network: str
@@ -84,6 +93,7 @@ class Part:
     cudnn_benchmark: bool = False
     cache: str = ""
     plan: str = ""
+    turn: str = ""
 
     @property
     def layout(self) -> torch.memory_format:
@@ -130,6 +140,41 @@ def references(model: torch.nn.Module, cases: Sequence[Inputs]) -> list[list[tor
 def error_of(call: Call, case: Inputs, reference: Sequence[torch.Tensor]) -> float:
     found, _ = flatten_output(call(*case[0], **case[1]))
     return worst_error([tensor.double() for tensor in found], reference)
+
+
+# ------------------------------------------------------------ processes side by side
+
+
+class Turn:
+    """Whose turn it is on the GPU, where several processes prepare at the same time.
+
+    Many may prepare together; whoever measures does so alone. The lock is a file's; without one
+    (a single process) nothing is locked.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._file = open(path, "a") if path else None  # noqa: SIM115
+
+    def take(self, how: int) -> None:
+        if self._file is not None:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+            fcntl.flock(self._file, how)
+
+    def together(self) -> None:
+        self.take(fcntl.LOCK_SH)
+
+    def alone(self) -> None:
+        self.take(fcntl.LOCK_EX)
+
+    def done(self) -> None:
+        """Let the others go on; the file is closed."""
+        if self._file is not None:
+            self._file.close()
+
+    def follow(self, stage: str) -> None:
+        """Our engine measures while it prepares, from this stage on."""
+        if stage == "plan and measure tasks":
+            self.alone()
 
 
 # ------------------------------------------------------------ the systems
@@ -180,7 +225,7 @@ def owned(out: Any) -> Any:
     return type(out)(map(owned, out)) if isinstance(out, tuple | list) else out
 
 
-def make(part: Part, system: str, model: torch.nn.Module, sample: Inputs) -> Call:
+def make(part: Part, system: str, model: torch.nn.Module, sample: Inputs, turn: Turn) -> Call:
     if system == "eager":
         return model
     if system == "cudagraph":
@@ -190,13 +235,14 @@ def make(part: Part, system: str, model: torch.nn.Module, sample: Inputs) -> Cal
     options: Json = {"planner": schedule.serial} if system == "nimble-serial" else {}
     if system == "nimble" and part.plan and Path(part.plan).exists():
         options = {"plan": part.plan}
-    return nimble.compile(model, args=sample[0], kwargs=sample[1], **options)
+    return nimble.compile(model, args=sample[0], kwargs=sample[1], progress=turn.follow, **options)
 
 
 def prepare(
-    part: Part, system: str, model: torch.nn.Module, samples: Sequence[Inputs]
+    part: Part, system: str, model: torch.nn.Module, samples: Sequence[Inputs], turn: Turn
 ) -> tuple[Call, Json]:
     """A system ready for every sample, with caches of its own; and what that took."""
+    turn.together()
     folders = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
     caches = {name: str(Path(part.cache, system, tail)) for name, tail in folders.items()}
     before = memory_now(part, restart=True)
@@ -207,7 +253,7 @@ def prepare(
         start = time.perf_counter()
         # A captured graph serves one signature; the others take in new ones by themselves.
         firsts = samples if system == "cudagraph" else samples[:1]
-        calls = [make(part, system, model, sample) for sample in firsts]
+        calls = [make(part, system, model, sample, turn) for sample in firsts]
         after_s = []
         for _ in range(4):  # torch.compile records its graph at the second call
             for call, (args, kwargs) in zip(itertools.cycle(calls), samples, strict=False):
@@ -217,7 +263,9 @@ def prepare(
     peak, held = memory_now(part, peak=True), memory_now(part, restart=True)
     added = {name: held[name] - before[name] for name in held}
     memory = {"before": before, "peak": peak, "held": held, "added": added}
-    notes: Json = {"prepare_s": after_s[0], "ready_s": after_s[-1], "memory": memory}
+    notes: Json = {"memory": memory}
+    if not part.turn:  # it would be the time of all that prepare at once
+        notes |= {"prepare_s": after_s[0], "ready_s": after_s[-1]}
     if system.startswith("nimble"):
         notes["explained"] = explained(calls[0])
     return calls[0], notes
@@ -299,14 +347,6 @@ def race(part: Part, calls: Mapping[str, Call], notes: Mapping[str, Json]) -> No
             notes[name].update(summary(taken[name]))
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which that share lies, interpolated between neighbours."""
-    ordered = sorted(values)
-    low, part = divmod(share * (len(ordered) - 1), 1)
-    high = min(int(low) + 1, len(ordered) - 1)
-    return ordered[int(low)] + (ordered[high] - ordered[int(low)]) * part
-
-
 def summary(taken: Sequence[tuple[Sequence[float], float | None]]) -> Json:
     """p50 and p99 over the calls of all rounds, the median device time, and every round."""
     together = [us for latencies, _ in taken for us in latencies]
@@ -359,10 +399,12 @@ def speed(part: Part, report: Callable[[Json], Any]) -> Json:
     exact = references(model, cases)
     systems: dict[str, Json] = {name: {} for name in part.systems}
     calls: dict[str, Call] = {}
+    turn = Turn(part.turn)
     for name, notes in systems.items():
-        calls[name], made = attempt(notes, prepare, part, name, model, [sample]) or (None, {})
+        calls[name], made = attempt(notes, prepare, part, name, model, [sample], turn) or (None, {})
         notes.update(made)
         report({"systems": systems})
+    turn.alone()
     for stage, case in enumerate(cases):
         for name, notes in systems.items():
             if "error" not in notes:
@@ -373,6 +415,7 @@ def speed(part: Part, report: Callable[[Json], Any]) -> Json:
     errors = {name: notes["errors"] for name, notes in systems.items() if "error" not in notes}
     for name in errors:
         systems[name]["relative_error"] = max(errors[name])
+    turn.done()
     for name, call in calls.items():
         if hasattr(call, "close"):
             attempt(systems[name], call.close)
@@ -384,7 +427,7 @@ def speed(part: Part, report: Callable[[Json], Any]) -> Json:
 def prepare_only(part: Part, report: Callable[[Json], Any]) -> Json:
     """One system for one or several batch sizes, in a process that does nothing else."""
     samples = [part.inputs(0, batch) for batch in range(1, part.signatures + 1)]
-    call, notes = prepare(part, part.systems[0], part.model(), samples)
+    call, notes = prepare(part, part.systems[0], part.model(), samples, Turn(""))
     if part.plan:
         call.plan.save(part.plan)
     return notes
@@ -397,7 +440,7 @@ def overhead(part: Part, report: Callable[[Json], Any]) -> Json:
     """
     model, sample = part.model(), part.inputs(0)
     args, kwargs = part.inputs(1)
-    engine, _ = prepare(part, "nimble", model, [sample])
+    engine, _ = prepare(part, "nimble", model, [sample], Turn(""))
     acts: dict[str, Callable[[], Any]] = {"nimble": lambda: engine(*args, **kwargs)}
     launched: list[float] = []
     if part.device == "cuda":
@@ -505,14 +548,15 @@ def plan_then_race(part: Part, launch: Launch) -> Json:
 JOBS = {"memory": each_alone, "warm": cold_and_warm, "recheck": plan_then_race}
 
 
-# ------------------------------------------------------------ the record
+# ------------------------------------------------------------ what a line of the record says
 
 
-def head(part: Part, commit: str, cache: str) -> Json:
+def head(part: Part, commit: str, cache: str, parallel: int = 1) -> Json:
     """What a line of the record says besides what was measured."""
-    own = ("kind", "network", "dtype", "plan")
+    own = ("kind", "network", "dtype", "plan", "turn")
     settings = {name: value for name, value in asdict(part).items() if name not in own}
     settings |= {"batch": 1, "tf32": True, "layout": str(part.layout), "cache": cache or "fresh"}
+    settings |= {"prepared": "side by side" if parallel > 1 else "alone"}
     settings |= {"compile": "mode=reduce-overhead, freezing", "gc": "off while timing"}
     date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     about = (SCHEMA, part.kind, part.network, part.dtype, date, commit, *environment(), settings)
@@ -547,188 +591,6 @@ def environment() -> tuple[Json, Json]:
     return machine, {**versions, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
 
 
-def plain(value: Any) -> Any:
-    """As JSON can have it: what is not finite becomes null."""
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return [plain(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if isinstance(value, int | str | None) else str(value)
-
-
-def parse(text: str) -> list[Json]:
-    """The lines of a record, or ValueError with the number of the line that is not one."""
-    records = []
-    for number, line in enumerate(text.splitlines(), 1):
-        try:
-            entry = json.loads(line)
-            missing = [field for field in HEAD if field not in entry]
-            if missing:
-                raise ValueError(f"it has no {', '.join(missing)}")
-            if entry["schema"] != SCHEMA or entry["kind"] not in KINDS:
-                raise ValueError(f"it is {entry['schema']}, {entry['kind']}; this reads {SCHEMA}")
-        except ValueError as error:
-            raise ValueError(
-                f"line {number} of the record cannot be used: {error}; remove it"
-            ) from error
-        records.append(entry)
-    return records
-
-
-def identity(entry: Json) -> str:
-    """Equal for two lines that measure the same code on the same machine under the same settings."""
-    return json.dumps([entry[field] for field in HEAD if field != "date"], sort_keys=True)
-
-
-def latest(records: Sequence[Json]) -> list[Json]:
-    """The newest line of each kind, network and dtype in the tables' order; a failure replaces none."""
-    kept: dict[tuple[Any, ...], Json] = {}
-    for entry in records:
-        key = (entry["kind"], entry["network"], entry["dtype"], entry["settings"].get("signatures"))
-        if key not in kept or "error" in kept[key] or "error" not in entry:
-            kept[key] = entry
-    order = [*NETWORKS.split(","), *zoo.NAMES]
-    return sorted(
-        kept.values(), key=lambda e: (order.index(e["network"]), list(DTYPES).index(e["dtype"]))
-    )
-
-
-# ------------------------------------------------------------ the tables
-
-# kind, title, and columns: header, how to show, and where the values lie in a record or its systems.
-Column = tuple[str, ...]
-FIRST: tuple[Column, ...] = (("network", "s", "network"), ("dtype", "s", "dtype"))
-TABLES: tuple[tuple[str, str, tuple[Column, ...]], ...] = (
-    ("speed", "Whole call in µs, p50 / p99; ratios of p50 with quartiles over the rounds", (
-        *((name, ".0f", f"{name}.p50_us", f"{name}.p99_us") for name in SYSTEMS),
-        ("vs compile", "ratio", "compile", "nimble"),
-        ("vs eager", "ratio", "eager", "nimble"),
-        ("error", ".1e", "nimble.relative_error"),
-        ("compile's error", ".1e", "compile.relative_error"),
-        ("accepted", "s", "check.accepted"),
-        ("tasks / streams", "s", "nimble.explained.facts.tasks", "nimble.explained.streams"),
-        ("critical path, µs", ".0f", "nimble.explained.critical_path_us"),
-        ("device / path", "over", "nimble.device_us", "nimble.explained.critical_path_us"),
-    )),
-    ("speed", "Device µs a call, back to back / seconds to the first answer / MiB reserved after it", (
-        *((name, "three", f"{name}.device_us", f"{name}.prepare_s", f"{name}.memory.added.reserved")
-          for name in SYSTEMS),
-        ("other input / tolerance", ".0f", "check.distance_over_tolerance"),
-    )),
-    ("memory", "Peak memory in a fresh process, MiB allocated / reserved", (
-        ("signatures", "s", "settings.signatures"),
-        *((name, "MiB", f"{name}.memory.peak.allocated", f"{name}.memory.peak.reserved")
-          for name in SYSTEMS),
-        *((f"{field} vs compile", "over", f"nimble.memory.peak.{field}", f"compile.memory.peak.{field}")
-          for field in ("allocated", "reserved")),
-    )),
-    ("warm", "Seconds to the first answer in a fresh process, with empty caches / filled ones", (
-        ("compile", ".1f", "compile cold.prepare_s", "compile warm.prepare_s"),
-        ("nimble", ".1f", "nimble cold.prepare_s", "nimble warm.prepare_s"),
-        ("cold vs compile", "over", "nimble cold.prepare_s", "compile cold.prepare_s"),
-        ("warm vs cold", "over", "nimble warm.prepare_s", "nimble cold.prepare_s"),
-        ("stages", "stages", "nimble cold.explained.stages_s", "nimble warm.explained.stages_s"),
-    )),
-    ("recheck", "A saved plan in a fresh process against one stream, µs p50", (
-        ("one stream", ".0f", "nimble-serial.p50_us"),
-        ("saved plan", ".0f", "nimble.p50_us"),
-        ("ratio", "ratio", "nimble-serial", "nimble"),
-        ("plan", "s", "planned.explained.chosen"),
-    )),
-    ("overhead", "Host µs: a bare replay; our call until its graph is launched, and until it returns", (
-        *((name, ".1f", f"{name}.host_us") for name in ("replay", "launched", "nimble", "cudagraph")),
-        ("launched − replay", "less", "launched.host_us", "replay.host_us"),
-    )),
-)  # fmt: skip
-
-
-def ratio(slow: Json, fast: Json) -> str:
-    """p50 over p50, and the quartiles of the same ratio round by round."""
-    if "p50_us" not in slow or "p50_us" not in fast:
-        return "–"
-    pairs = zip(slow["rounds"], fast["rounds"], strict=True)
-    rounds = [a["p50_us"] / b["p50_us"] for a, b in pairs]
-    spread = f"{percentile(rounds, 0.25):.2f}–{percentile(rounds, 0.75):.2f}"
-    return f"{slow['p50_us'] / fast['p50_us']:.2f}× ({spread})"
-
-
-TOGETHER: dict[str, Callable[..., str]] = {
-    "ratio": ratio,
-    "over": lambda a, b: f"{a / b:.2f}×" if b else "–",
-    "less": lambda a, b: f"{a - b:.1f}",
-}
-APART: dict[str, Callable[[Any], str]] = {
-    "s": str,
-    "MiB": lambda size: f"{size / 2**20:.0f}",
-    "stages": lambda stages: ", ".join(f"{name} {s:.1f}" for name, s in stages.items()),
-}
-
-
-def value_at(entry: Json, path: str) -> Any:
-    """What lies at a dotted path in a record or in its systems; None where nothing does."""
-    here: Any = {**entry.get("systems", {}), **entry}
-    for step in path.split("."):
-        here = here.get(step) if isinstance(here, dict) else None
-    return here
-
-
-def cell(entry: Json, form: str, *paths: str) -> str:
-    values = [value_at(entry, path) for path in paths]
-    if form in TOGETHER:
-        return "–" if None in values else TOGETHER[form](*values)
-    forms = (".0f", ".1f", "MiB") if form == "three" else (form,) * len(values)
-    texts = [
-        "–" if value is None else APART.get(f, lambda v, f=f: format(v, f))(value)
-        for value, f in zip(values, forms, strict=True)
-    ]
-    return "–" if set(texts) == {"–"} else " / ".join(texts)
-
-
-def failures(entry: Json) -> list[str]:
-    """A line for everything that failed or ran eagerly."""
-    found = []
-    for name, notes in {"": entry, **entry.get("systems", {})}.items():
-        reasons = [notes["error"]] if "error" in notes else []
-        eager = value_at(notes, "explained.fallbacks") or []
-        reasons += [f"ran eagerly: {fallback.get('reason')}" for fallback in eager]
-        where = " ".join(filter(None, (entry["kind"], entry["network"], entry["dtype"], name)))
-        found += [f"- {where}: {' '.join(reason.split())[-300:]}" for reason in reasons]
-    return found
-
-
-def conditions(entry: Json) -> str:
-    machine, versions, settings = entry["machine"], entry["versions"], entry["settings"]
-    on = {True: "on", False: "off"}
-    return (
-        f"{machine['gpu']}, driver {machine['driver']}, torch {versions['torch']}, triton "
-        f"{versions.get('triton')}, cuDNN {versions['cudnn']}, commit {entry['commit']}, "
-        f"{entry['date'][:10]}; batch 1, {settings['rounds']} rounds, TF32 {on[settings['tf32']]}, "
-        f"cuDNN benchmark {on[settings['cudnn_benchmark']]}, caches {settings['cache']}."
-    )
-
-
-def markdown(records: Sequence[Json]) -> str:
-    """All tables of a record, each under what it holds for; the columns are aligned."""
-    chosen, blocks = latest(records), []
-    for kind, title, columns in TABLES:
-        entries = [entry for entry in chosen if entry["kind"] == kind]
-        if not entries:
-            continue
-        rows = [[header for header, *_ in FIRST + columns]]
-        rows += [[cell(entry, *how) for _, *how in FIRST + columns] for entry in entries]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows]
-        lines.insert(1, "|" + "".join("-" * (width + 2) + "|" for width in widths))
-        held = " ".join(dict.fromkeys(map(conditions, entries)))
-        blocks.append(f"**{title}.** {held}\n\n" + "\n".join(lines))
-    failed = [line for entry in chosen for line in failures(entry)]
-    return "\n\n".join(
-        [*blocks, *(["Not measured as asked:\n\n" + "\n".join(failed)] if failed else [])]
-    )
-
-
 # ------------------------------------------------------------ the command line
 
 
@@ -748,6 +610,7 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--resume", action="store_true", help="skip what the record has for the same code and settings")
     add("--seconds", type=float, default=math.inf, help="begin nothing new after this time")
     add("--timeout", type=float, default=900, help="seconds a process may take")
+    add("--parallel", type=int, default=1, help="processes that prepare at the same time; speed only")
     add("--isolate", action=argparse.BooleanOptionalAction, default=True, help="a process for each part")
     add("--cache", default="", help="folder that keeps compiled kernels; preparation is then not cold")
     add("--commit", default="", help="what is measured, where there is no git")
@@ -777,8 +640,12 @@ def parts_of(arguments: argparse.Namespace) -> list[Part]:
     return [Part(network=network, dtype=dtype, **common) for network, dtype in pairs]
 
 
+def label_of(part: Part) -> str:
+    return f"{part.kind} {part.network} {part.dtype}"
+
+
 def measure(arguments: argparse.Namespace, launch: Launch = launch) -> list[Json]:
-    """Do the parts one after another, adding each to the record as soon as it is there."""
+    """Do the parts, adding each to the record as soon as it is there."""
     console, record = Console(stderr=True), arguments.out
     known = parse(record.read_text(encoding="utf-8")) if record.exists() else []
     # A system that failed is a result; a process that did is not.
@@ -786,23 +653,32 @@ def measure(arguments: argparse.Namespace, launch: Launch = launch) -> list[Json
     commit, deadline = arguments.commit or commit_here(), time.monotonic() + arguments.seconds
     options = {"cache": arguments.cache, "isolate": arguments.isolate, "timeout_s": arguments.timeout}
     record.parent.mkdir(parents=True, exist_ok=True)
+    todo = []
     for part in parts_of(arguments):
-        entry = head(part, commit, "kept" if arguments.cache else "")
-        label, start = f"{part.kind} {part.network} {part.dtype}", time.monotonic()
+        entry = head(part, commit, "kept" if arguments.cache else "", arguments.parallel)
         if identity(entry) in done:
-            console.print(f"{label}: in the record already")
-            continue
+            console.print(f"{label_of(part)}: in the record already")
+        else:
+            todo.append((part, entry))
+
+    def one(part: Part, entry: Json) -> Json | None:
+        start = time.monotonic()
         if start > deadline:
-            console.print(f"{label} and what follows: no time left; go on with --resume")
-            break
-        with console.status(label):
-            job = JOBS.get(part.kind, lambda part, launch: launch(part))
-            entry |= plain(job(part, lambda part, **more: launch(part, **(options | more))))
-        with record.open("a", encoding="utf-8") as out:
+            console.print(f"{label_of(part)}: no time left; go on with --resume")
+            return None
+        job = JOBS.get(part.kind, lambda part, launch: launch(part))
+        entry |= plain(job(part, lambda part, **more: launch(part, **(options | more))))
+        with writing, record.open("a", encoding="utf-8") as out:
             out.write(json.dumps(entry, allow_nan=False, ensure_ascii=False) + "\n")
-        known.append(entry)
-        lines = [f"{label}: {time.monotonic() - start:.0f} s", *failures(entry)]
+        lines = [f"{label_of(part)}: {time.monotonic() - start:.0f} s", *failures(entry)]
         console.print(*lines, sep="\n", markup=False)
+        return entry
+
+    writing = threading.Lock()
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.parallel) as pool:
+        turn = str(Path(folder, "turn")) if arguments.parallel > 1 else ""
+        made = pool.map(one, [replace(p, turn=turn) for p, _ in todo], [e for _, e in todo])
+        known += [entry for entry in made if entry is not None]
     return known
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import importlib.util
 import json
 import math
 import sys
+import threading
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +28,7 @@ Json = dict[str, Any]
 
 def load_script() -> ModuleType:
     path = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+    sys.path.insert(0, str(path.parent))  # as it is for a script
     spec = importlib.util.spec_from_file_location("gpu_benchmark", path)
     assert spec is not None
     assert spec.loader is not None
@@ -35,6 +39,7 @@ def load_script() -> ModuleType:
 
 
 gpu = load_script()
+gpu_record = importlib.import_module("gpu_record")
 
 
 def made_up(kind: str = "speed", network: str = "resnet50", dtype: str = "fp32", **more: Any) -> Json:
@@ -153,7 +158,7 @@ def test_a_newer_line_replaces_an_older_one_unless_it_failed() -> None:
     older, newer = made_up(mark=1), made_up(mark=2)
     failed = made_up(error="exit status 1: gone")
     other = made_up(network="nasnet-a-mobile", mark=3)
-    found = gpu.latest([failed, older, newer, failed, other])
+    found = gpu_record.latest([failed, older, newer, failed, other])
     assert [entry["mark"] for entry in found] == [3, 2]
 
 
@@ -368,7 +373,7 @@ def test_a_system_that_fails_is_recorded_and_the_others_go_on(
     working = gpu.make
     calls = 0
 
-    def make(part: Any, system: str, model: nn.Module, sample: Any) -> Any:
+    def make(part: Any, system: str, model: nn.Module, sample: Any, turn: Any) -> Any:
         if system == "nimble":
             raise RuntimeError("out of streams")
 
@@ -379,7 +384,7 @@ def test_a_system_that_fails_is_recorded_and_the_others_go_on(
                 raise RuntimeError("broke down")
             return model(*args)
 
-        return stops_in_the_race if system == "eager" else working(part, system, model, sample)
+        return stops_in_the_race if system == "eager" else working(part, system, model, sample, turn)
 
     monkeypatch.setattr(gpu, "make", make)
     systems = gpu.work(tiny)["systems"]
@@ -391,9 +396,11 @@ def test_a_system_that_fails_is_recorded_and_the_others_go_on(
 def test_a_wrong_result_is_not_accepted(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     working = gpu.make
 
-    def make(part: Any, system: str, model: nn.Module, sample: Any) -> Any:
+    def make(part: Any, system: str, model: nn.Module, sample: Any, turn: Any) -> Any:
         return (
-            (lambda x: model(x * 1.01)) if system == "nimble" else working(part, system, model, sample)
+            (lambda x: model(x * 1.01))
+            if system == "nimble"
+            else working(part, system, model, sample, turn)
         )
 
     monkeypatch.setattr(gpu, "make", make)
@@ -431,3 +438,46 @@ def test_half_precision_inputs_are_channels_last_images_or_plain_tokens() -> Non
     assert tokens["input_ids"].dtype == torch.int64
     _, again = gpu.Part("speed", "bert-base", "fp16", device="cpu", resolution=8).inputs(1)
     assert not torch.equal(tokens["input_ids"], again["input_ids"])
+
+
+def test_whoever_measures_is_alone(tmp_path: Path) -> None:
+    """Two that prepare go together; one that measures waits for them and keeps others out."""
+    path = str(tmp_path / "turn")
+    first, second, third = gpu.Turn(path), gpu.Turn(path), gpu.Turn(path)
+    order: list[str] = []
+    first.together()
+    second.together()
+
+    def measure() -> None:
+        third.follow("capture")  # not yet
+        third.follow("plan and measure tasks")
+        order.append("measured")
+        third.done()
+
+    thread = threading.Thread(target=measure)
+    thread.start()
+    for turn in (first, second):
+        assert not order
+        time.sleep(0.05)
+        turn.done()
+    thread.join(10)
+    assert order == ["measured"]
+    gpu.Turn("").alone()  # a single process need not wait for anybody
+
+
+def test_parts_measured_side_by_side_are_all_in_the_record(tmp_path: Path) -> None:
+    record = tmp_path / "gpu.jsonl"
+    seen: list[str] = []
+
+    def launch(part: Any, **_: Any) -> dict[str, Any]:
+        seen.append(part.turn)
+        return {"systems": {"eager": {}}}
+
+    arguments = gpu.arguments_of(
+        ["--networks", "resnet50,mobilenet-v2", "--parallel", "3", "--out", str(record), "--commit", "x"]
+    )
+    made = gpu.measure(arguments, launch)
+    assert len(made) == len(gpu.parse(record.read_text())) == 4
+    assert len(set(seen)) == 1
+    assert seen[0]
+    assert {entry["settings"]["prepared"] for entry in made} == {"side by side"}

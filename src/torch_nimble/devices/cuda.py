@@ -76,6 +76,7 @@ class CudaDevice(Device):
 
     def capture(self, adapter: Adapter, tensors: Sequence[torch.Tensor]) -> Captured:
         """A graph for Inductor, which makes it functional itself; functional without Inductor."""
+        inductor.start_workers()
         return capture(adapter, tensors, functional=inductor.unsupported() is not None)
 
     def lowerings(

@@ -45,6 +45,7 @@ __all__ = [
     "compile_wrapper",
     "lower",
     "record",
+    "start_workers",
     "unsupported",
     "wrapper_of",
 ]
@@ -94,6 +95,14 @@ def unsupported() -> str | None:
     from torch.utils._triton import has_triton
 
     return None if has_triton() else "Triton is not installed or does not support this device"
+
+
+def start_workers() -> None:
+    """Let Inductor start the processes that compile kernels, which takes as long as a capture does."""
+    if unsupported() is None:
+        from torch._inductor import async_compile
+
+        async_compile.maybe_warm_pool()
 
 
 def lower(captured: Captured, layout: Layout, device: torch.device) -> Lowered:
