@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types contracts unit bench-cpu format clean
+.PHONY: help demo test lint types contracts unit test-gpu bench-cpu format clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -44,6 +44,12 @@ contracts: $(VENV)/.test
 # Two processes share the cores: waiting threads must sleep instead of spinning.
 unit: $(VENV)/.test
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest --numprocesses 2
+
+# With a Python whose torch sees a GPU, not with the venv's: PYTHON=… make test-gpu. Pytest plugins that
+# happen to be there do not matter.
+test-gpu:  ## The tests that need a GPU
+	PYTHONPATH=src:tests $(PYTHON) -m pytest -o addopts=-ra -W ignore::pytest.PytestConfigWarning \
+		-p no:benchmark tests/gpu
 
 format: $(VENV)/.test  ## Put the code into its standard form
 	$(BIN)/ruff check --fix .

@@ -102,7 +102,7 @@ def start_workers() -> None:
     if unsupported() is None:
         from torch._inductor import async_compile
 
-        async_compile.maybe_warm_pool()
+        getattr(async_compile, "maybe_warm_pool", async_compile.AsyncCompile.warm_pool)()
 
 
 def lower(captured: Captured, layout: Layout, device: torch.device) -> Lowered:
