@@ -1,7 +1,7 @@
 """`torch.compile(model, backend="nimble")`: Inductor's graphs, scheduled on streams and replayed.
 
 Dynamo and AOTAutograd do what they do for Inductor: graph breaks, guards, forward and backward. Each
-graph that Inductor compiles for a GPU is recorded (lower/inductor.py) at its first call with sizes
+graph that Inductor compiles for a GPU is recorded (lower/inductor) at its first call with sizes
 not seen before, planned, captured, and replayed from then on. Parameters are read where they lie.
 Nothing is frozen: for inference `torch_nimble.compile` is faster.
 
@@ -130,7 +130,7 @@ class ScheduledGraph:
             if len(devices) != 1 or next(iter(devices)).type != "cuda":
                 raise LoweringError(f"its inputs lie on {', '.join(map(str, devices)) or 'no device'}")
             return _Scheduled(self._wrapper, inputs, self._static, devices.pop(), self._options)
-        except (LoweringError, RefusedError) as reason:
+        except (LoweringError, RefusedError, RuntimeError) as reason:
             _say(reason)
             return None
 
@@ -222,13 +222,15 @@ def _fastest(
 ) -> CudaExecutable:
     """The fastest plan, captured for these tensors; they are left as they are."""
     trial = _Trial(lowered, tensors)
-    entries = list(Candidates(trial, options, Room(room.device)).usual())
-    timings = race_replays(entries)
-    name = fastest(timings, {entry.name: entry.plan.streams for entry in entries}, TIE_OF_REPLAYS)
-    winner = next(entry for entry in entries if entry.name == name)
-    for entry in entries:
-        entry.executable.close()
-    trial.restore()
+    try:
+        entries = list(Candidates(trial, options, Room(room.device)).usual())
+        timings = race_replays(entries)
+        name = fastest(timings, {entry.name: entry.plan.streams for entry in entries}, TIE_OF_REPLAYS)
+        winner = next(entry for entry in entries if entry.name == name)
+        for entry in entries:
+            entry.executable.close()
+    finally:
+        trial.restore()
     made = CudaExecutable(winner.executable.lowered, winner.plan, room)
     made.bind({}, tensors)
     return made

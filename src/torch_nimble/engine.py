@@ -36,6 +36,7 @@ from torch_nimble.errors import (
 from torch_nimble.execute.cuda import CudaExecutable
 from torch_nimble.explain import Explanation, Fallback
 from torch_nimble.face import ModelFace
+from torch_nimble.flags import numeric_flags
 from torch_nimble.options import Options, disabled_by_environment
 from torch_nimble.plans import Plan
 from torch_nimble.prepare import Progress, refused_by_model
@@ -137,7 +138,13 @@ class Engine(ModelFace):
         executable = prepared.choice.executable
         if not isinstance(executable, CudaExecutable) or self._batching is not None:
             return
-        callee, wire = self._callee, Tripwire(self._modules_watch, prepared.watch)
+        callee, modules, watch = self._callee, self._modules_watch, prepared.watch
+        wire = Tripwire(modules, watch)
+        # What changed before there was a wire does not trip it.
+        if not (modules.unchanged() and watch.unchanged() and callee.reaches_the_same()):
+            return
+        if tuple(modules.training()) != prepared.signature.training:
+            return
 
         def unchanged() -> bool:
             return wire.untouched() and (callee.module is not None or callee.reaches_the_same())
@@ -341,6 +348,7 @@ class Engine(ModelFace):
             AutocastState.current(kind),
             tuple(self._modules_watch.training()),
             torch.get_default_dtype(),
+            numeric_flags() if kind == "cuda" else (),
         )
 
     def _follow_modules(self) -> None:

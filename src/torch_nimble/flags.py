@@ -1,6 +1,8 @@
-"""Flags of torch that can be set in two ways, of which reading one raises after the other was used."""
+"""Flags of torch that change numbers. Some can be set in two ways, and reading one then raises."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
@@ -19,3 +21,27 @@ def convolutions_may_use_tf32() -> bool:
         return bool(torch.backends.cudnn.allow_tf32)
     except RuntimeError:
         return bool(torch.backends.cudnn.conv.fp32_precision == "tf32")  # type: ignore[attr-defined]
+
+
+_ATTENTION: tuple[Callable[[], bool], ...] = (
+    torch.backends.cuda.flash_sdp_enabled,
+    torch.backends.cuda.mem_efficient_sdp_enabled,
+    torch.backends.cuda.math_sdp_enabled,
+    torch.backends.cuda.cudnn_sdp_enabled,
+)
+
+
+def numeric_flags() -> tuple[bool, ...]:
+    """All flags that choose what products, convolutions and attention on a GPU compute with."""
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    return (
+        matmul_may_use_tf32(),
+        convolutions_may_use_tf32(),
+        bool(cuda.matmul.allow_fp16_reduced_precision_reduction),
+        bool(cuda.matmul.allow_bf16_reduced_precision_reduction),
+        bool(cudnn.enabled),
+        bool(cudnn.benchmark),
+        bool(cudnn.deterministic),
+        torch.are_deterministic_algorithms_enabled(),
+        *(bool(is_enabled()) for is_enabled in _ATTENTION),
+    )

@@ -16,6 +16,7 @@ import torch
 
 from torch_nimble.capture import AutocastState
 from torch_nimble.execute.cuda import CudaExecutable
+from torch_nimble.flags import numeric_flags
 from torch_nimble.prepared import Prepared
 from torch_nimble.tree import Leaf, Node, flatten_inputs, unflatten_output
 
@@ -53,6 +54,7 @@ class QuickCall:
         self._unchanged = unchanged
         self._default_dtype = torch.get_default_dtype()
         self._autocast = prepared.signature.autocast
+        self._flags = prepared.signature.flags
         self._structure = structure
         self._is_plain = structure == flatten_inputs(tensors, {})[1]
         self._results = prepared.output_structure
@@ -68,12 +70,15 @@ class QuickCall:
             tensors, structure = flatten_inputs(args, kwargs)
             if structure != self._structure:
                 return MISS
+        index = self._index
         if len(tensors) != self._count or _forks[0] != self._forks:
             return MISS
-        index = self._index
+        if torch._C._cuda_getDevice() != index:  # the driver copies on the current device
+            return MISS
         for tensor, (shape, dtype) in zip(tensors, self._kinds, strict=True):
             if (
                 type(tensor) is not torch.Tensor
+                or tensor.layout is not torch.strided
                 or tensor.get_device() != index
                 or tensor.dtype is not dtype
                 or tensor.shape != shape
@@ -98,6 +103,7 @@ class QuickCall:
             and self._autocast
             == (AutocastState.current("cuda") if torch._C._is_any_autocast_enabled() else None)
             and torch.get_default_dtype() is self._default_dtype
+            and numeric_flags() == self._flags
             and not (self._writes and self._prepared.refusal(tensors) is not None)
             and self._unchanged()
         )

@@ -24,6 +24,8 @@ class Signature:
     training: tuple[bool, ...]
     """The mode of every module of the model, in its order."""
     default_dtype: torch.dtype
+    flags: tuple[bool, ...] = ()
+    """What torch may do to numbers on a GPU, such as TF32."""
 
     def __str__(self) -> str:
         shapes = [

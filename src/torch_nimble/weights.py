@@ -2,8 +2,9 @@
 
 Parameters and buffers that tasks read as they are stay references to the model's tensors, so changes
 in place are seen by themselves. Values folded from them (a convolution with its batch norm) can go
-stale. Before each call the engine compares, for every tensor it depends on, whether the model still
-holds that very tensor and whether its version counter moved; if so, the folded values are made anew.
+stale. At each call (on a GPU after the launch) the engine compares, for every tensor it depends on,
+whether the model still holds that very tensor, where its memory lies and whether its version counter
+moved; if so, the folded values are made anew. Tensors made in inference mode have no counter.
 Steps of optimizers are counted too, for fused ones move no counter. Writes through `.data` or a numpy
 array that shares the memory move none either and cannot be seen: `update_weights()` is for those.
 """
@@ -22,6 +23,7 @@ from torch._C._dynamo.guards import dict_version
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torch_nimble.capture import MODEL_LOCK, Source
+from torch_nimble.execute.autocast import autocast_off
 from torch_nimble.lower import Program, Ref
 
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
@@ -89,7 +91,7 @@ class FoldedConstants:
         for call in reversed(program.folding):
             if call.name in needed:
                 needed.update(name for name in call.refs() if name not in values)
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), autocast_off():
             for name, call in calls.items():
                 if name in needed:
                     kwargs = {key: _resolved(v, values) for key, v in call.kwargs.items()}
@@ -238,7 +240,8 @@ class Watch:
             if tensor is not None and name not in state and not tensor.is_inference()
         ]
         self._versions = list(map(_VERSION, self._counted))
-        self._addresses = list(map(_DATA_PTR, self._counted))
+        self._located = [tensor for tensor in tensors.values() if tensor is not None]
+        self._addresses = list(map(_DATA_PTR, self._located))
         self._looks = _looks(self._tensors)
         self._steps = _optimizer_steps[0]
 
@@ -256,7 +259,7 @@ class Watch:
             len(now) == len(self._tensors)
             and all(map(operator.is_, now, self._tensors))
             and self._versions == list(map(_VERSION, self._counted))
-            and self._addresses == list(map(_DATA_PTR, self._counted))
+            and self._addresses == list(map(_DATA_PTR, self._located))
             and self._steps == _optimizer_steps[0]
         )
 
@@ -289,7 +292,7 @@ class Tripwire:
         inner = [t for m in modules.modules for t in (m._parameters, m._buffers, m._modules) if t]
         self._tables = [*modules._tables, *inner]
         self._touched = self._touched_now()
-        self._all = list(range(len(watch._counted)))
+        self._all = list(range(len(watch._located)))
 
     def _touched_now(self) -> list[int]:
         return list(map(dict_version, self._tables))
@@ -301,7 +304,7 @@ class Tripwire:
             self._modules._hook_keys == self._modules._hook_keys_now()
             and watch._steps == _optimizer_steps[0]
             and watch._versions == list(map(_VERSION, watch._counted))
-            and _same_addresses(watch._counted, watch._addresses, self._all)
+            and _same_addresses(watch._located, watch._addresses, self._all)
             and self._touched == self._touched_now()
         )
 

@@ -82,7 +82,7 @@ def _fresh(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Te
 def record(program: Program, given: Mapping[str, Tensor], device: torch.device = CPU) -> Recording:
     """The program run on fake tensors like those given, as lower/inductor.py does."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = Recorder(mode, device)
+    recorder = Recorder(device)
     with mode:
         fakes = [
             recorder.given(

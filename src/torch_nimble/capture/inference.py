@@ -110,8 +110,27 @@ def _nobody_traces() -> contextlib.AbstractContextManager[Any]:
     return compile_lock
 
 
+_aten = torch.ops.aten
+_MAY_WRITE = getattr(torch.Tag, "maybe_aliasing_or_mutating", None)
 # They update running statistics, and their schemas do not say so.
-_WRITE_UNSEEN = frozenset([torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default])
+_WRITE_UNSEEN = frozenset(
+    [_aten.batch_norm.default, _aten.instance_norm.default, _aten.native_batch_norm.default]
+)
+# They may return their argument, and their schemas do not say so.
+_MAY_BE_VIEWS = frozenset(
+    [
+        _aten.alpha_dropout.default,
+        _aten.atleast_1d.default,
+        _aten.atleast_2d.default,
+        _aten.atleast_3d.default,
+        _aten.broadcast_tensors.default,
+        _aten.dropout.default,
+        _aten.feature_alpha_dropout.default,
+        _aten.feature_dropout.default,
+        _aten.meshgrid.default,
+        _aten.type_as.default,
+    ]
+)
 
 
 def _writes_only_its_own(graph: fx.Graph) -> bool:
@@ -127,12 +146,18 @@ def _writes_only_its_own(graph: fx.Graph) -> bool:
         if schema is None:
             made_here[node] = base
             continue
-        if any(argument.is_write for argument in schema.arguments) and not base:
+        if node.target.namespace != "aten" and _MAY_WRITE in node.target.tags:
             return False
+        for i, argument in enumerate(schema.arguments):
+            given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            written = given if isinstance(given, list | tuple) else [given]
+            if argument.is_write and not all(made_here.get(value, False) for value in written):
+                return False
         if node.target in _WRITE_UNSEEN and node.args[5] and node.args[3] is not None:
             return False
         # What may be a view of its first argument is of the graph's own making only if that is.
-        made_here[node] = base or all(result.alias_info is None for result in schema.returns)
+        is_fresh = all(result.alias_info is None for result in schema.returns)
+        made_here[node] = base or (is_fresh and node.target not in _MAY_BE_VIEWS)
     return True
 
 

@@ -89,11 +89,7 @@ class CudaDevice(Device):
     ) -> list[Lowered]:
         """Fused kernels; operators one by one if that fails, which notes say."""
         try:
-            if options.plan is not None:
-                layout = options.plan.layout
-            else:
-                layout = faster_layout(captured, self.device)
-            return [inductor.lower(captured, layout, self.device)]
+            return [self._fused(captured, options, notes)]
         except LoweringError as reason:
             if options.strict:
                 raise FallbackError(
@@ -105,6 +101,19 @@ class CudaDevice(Device):
             return [lower_operators(capture(adapter, tensors), device=self.device)]
         except LoweringError as reason:
             raise RefusedError(str(reason)) from reason
+
+    def _fused(self, captured: Captured, options: Options, notes: list[Candidate]) -> Lowered:
+        """In the layout that is faster; as captured if the model depends on that."""
+        if options.plan is not None:
+            return inductor.lower(captured, options.plan.layout, self.device)
+        layout = faster_layout(captured, self.device)
+        try:
+            return inductor.lower(captured, layout, self.device)
+        except LoweringError as reason:
+            if layout == "as captured":
+                raise
+            notes.append(not_tried(layout, reason))
+            return inductor.lower(captured, "as captured", self.device)
 
     def entries(self, trial: Trial, options: Options) -> Iterator[Entry]:
         """Serial, lanes and maximum concurrency, the last ones also with priorities."""
@@ -137,7 +146,8 @@ class CudaDevice(Device):
         plan = dataclasses.replace(winner.plan, variants=variants)
         made = CudaExecutable(lowered, plan, self.room, static_outputs=options.static_outputs)
         made.result_strides = strides
-        made.bind(winner.trial.constants, winner.trial.given)
+        with _refusing_failures():
+            made.bind(winner.trial.constants, winner.trial.given)
         return made
 
     def allowed_error(self, dtype: torch.dtype) -> float | None:
@@ -168,8 +178,8 @@ class Candidates:
         plan = serial(self.lowered.graph)
         if options.plan is not None:
             self._use_variants(options.plan, options.strict)
-        warm = CudaExecutable(self.lowered, plan, room)
-        warm.warm_up(trial.copied_constants, trial.inputs)
+        with _refusing_failures():
+            CudaExecutable(self.lowered, plan, room).warm_up(trial.copied_constants, trial.inputs)
         trial.restore()
         self._limit: float = float("inf")
         untimed = self.entry(plan)
@@ -226,13 +236,8 @@ class Candidates:
         if plan.facts is None:
             plan = dataclasses.replace(plan, facts=analyse(self.lowered.graph).facts)
         executable = CudaExecutable(self.lowered, plan, self._room)
-        try:
+        with _refusing_failures():
             binding = executable.bind(self._trial.copied_constants, self._trial.inputs)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as reason:
-            said = str(reason).strip().splitlines()[0]
-            raise RefusedError(f"the model does something that cannot be captured: {said}") from reason
         needed = _needed_bytes(binding, self.lowered, plan)
         if needed > self._limit:
             executable.close()
@@ -264,6 +269,18 @@ class Candidates:
         return [max(_SHORTEST_US, us - max(0.0, added)) for us in raw]
 
 
+@contextlib.contextmanager
+def _refusing_failures() -> Iterator[None]:
+    """Errors of the device become a refusal, except that memory ran out."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as reason:
+        said = str(reason).strip().splitlines()[0]
+        raise RefusedError(f"the model does something that cannot be captured: {said}") from reason
+
+
 def race_replays(entries: Sequence[Entry]) -> dict[str, Timing]:
     """Replays, each from launch to end as a caller would wait for it, in interleaved rounds."""
     runs = {entry.name: functools.partial(_replay_several, entry) for entry in entries}
@@ -283,7 +300,8 @@ class CudaEntry(Entry):
 
 def _replay(binding: Binding) -> None:
     binding.replay()
-    torch.cuda.synchronize()
+    # Not the whole device: that would break a capture of another thread's.
+    torch.cuda.current_stream().synchronize()
 
 
 def _replay_several(entry: Entry) -> None:

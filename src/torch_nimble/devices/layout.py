@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from typing import Any
 
@@ -9,9 +10,11 @@ import torch
 from torch import fx
 
 from torch_nimble.capture import Captured
-from torch_nimble.execute.streams import Streams
+from torch_nimble.execute.streams import Streams, abandon
 from torch_nimble.lower.passes.layout import CONVOLUTIONS
 from torch_nimble.taskgraph import Layout
+
+log = logging.getLogger("torch_nimble")
 
 _REPLAYS = 5
 _NUMBER = -3
@@ -31,7 +34,11 @@ def faster_layout(captured: Captured, device: torch.device) -> Layout:
     channels_last = Counter(_shape(node, torch.channels_last) for node in nodes)
     if as_captured == channels_last:
         return "as captured"
-    is_faster = _seconds(channels_last, device) < _seconds(as_captured, device)
+    try:
+        is_faster = _seconds(channels_last, device) < _seconds(as_captured, device)
+    except RuntimeError as reason:  # memory, or a convolution that only this network can make work
+        log.info("layouts could not be compared: %s", reason)
+        return "as captured"
     return "channels-last" if is_faster else "as captured"
 
 
@@ -70,11 +77,16 @@ def _seconds(found: Counter[Shape], device: torch.device) -> float:
         for target, image, weight, rest, _ in calls:
             target(image, weight, None, *rest)
         stream.synchronize()
-        graph.capture_begin(capture_error_mode="thread_local")
-        for target, image, weight, rest, count in calls:
-            for _ in range(count):
-                target(image, weight, None, *rest)
-        graph.capture_end()
+        pool = torch.cuda.graph_pool_handle()
+        graph.capture_begin(pool, capture_error_mode="thread_local")
+        try:
+            for target, image, weight, rest, count in calls:
+                for _ in range(count):
+                    target(image, weight, None, *rest)
+            graph.capture_end()
+        except RuntimeError:
+            abandon(graph, device, pool)
+            raise
         times = []
         for _ in range(_REPLAYS):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]

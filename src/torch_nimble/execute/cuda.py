@@ -20,9 +20,11 @@ from typing import Any
 
 import torch
 
+from torch_nimble.errors import LoweringError
 from torch_nimble.execute.autocast import autocast_off
 from torch_nimble.execute.driver import copy_async
 from torch_nimble.execute.room import Room
+from torch_nimble.execute.streams import abandon
 from torch_nimble.lower import Lowered
 from torch_nimble.lower.observe import storage_of, tensors_in
 from torch_nimble.lower.program import Call, InputSlot, Ref
@@ -99,6 +101,10 @@ class CudaExecutable:
         """Read the model's tensors where they lie; what is made of them, or misaligned, is ours."""
         program = self.lowered.program
         self.constants = {name: aligned(constants[name]) for name in program.constants}
+        for name in program.state & program.constants:
+            if self.constants[name] is not constants[name]:
+                path = program.sources[name].path
+                raise LoweringError(f"the model writes {path!r}, which lies at an odd address")
         sources = [source.tensor() for source in program.sources.values()]
         models = {t.untyped_storage().data_ptr() for t in sources if t is not None}
         self._borrowed = frozenset(
@@ -146,6 +152,7 @@ class CudaExecutable:
             torch.no_grad(),
             autocast_off(),
         ):
+            self.room.streams.make_handles()
             try:
                 yield
             finally:
@@ -187,10 +194,10 @@ class CudaExecutable:
 
     def call(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """One pass over the caller's tensors on the current stream, wherever and however they lie."""
-        binding = self.launch(tensors)
-        results = self.results(binding)
-        self.room.leave()
-        return results
+        try:
+            return self.results(self.launch(tensors))
+        finally:
+            self.room.leave()
 
     def launch(self, tensors: Sequence[Tensor]) -> Binding:
         """Copy the inputs to their places and start the graph."""
@@ -203,7 +210,17 @@ class CudaExecutable:
         for i in self._written:
             if binding.inputs[i].data_ptr() != tensors[i].data_ptr():
                 tensors[i].copy_(binding.inputs[i])
+        self._count_writes(tensors)
         return binding
+
+    def _count_writes(self, tensors: Sequence[Tensor]) -> None:
+        """A replay moves no version counter, by which others know that what they made is old."""
+        state = self.lowered.program.state
+        written = [self.constants[name] for name in state if name in self.constants]
+        written += [tensors[i] for i in self._written]
+        counted = [tensor for tensor in written if not tensor.is_inference()]
+        if counted:
+            torch.autograd.graph.increment_version(counted)
 
     def results(self, binding: Binding) -> list[Tensor]:
         """What the graph left, for the caller to keep unless static results were asked for."""
@@ -235,13 +252,13 @@ class CudaExecutable:
                     moved = True
             self.room.leave()
         if moved:
-            torch.cuda.synchronize(self.room.device)
+            self.room.wait()
             self._take_constants(constants)
 
     def close(self) -> None:
         """Free the graphs; their memory goes back to the room."""
         if self._bindings:
-            torch.cuda.synchronize(self.room.device)
+            self.room.wait()
         self._forget_bindings()
         self.constants = {}
 
@@ -287,14 +304,17 @@ class Binding:
                 place.copy_(tensor)
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """From inputs of the right shape, dtype and device to results that are the caller's own.
-
-        All in one function, because here every microsecond counts.
-        """
+        """From inputs of the right shape, dtype and device to results that are the caller's own."""
         room = self._room
         stream = _raw_stream(self._index)
         if stream != room.last_stream:
             room.enter()
+        try:
+            return self._run(tensors, stream)
+        finally:
+            room.leave()
+
+    def _run(self, tensors: Sequence[Tensor], stream: int) -> list[Tensor]:
         for tensor, (place, address, nbytes, is_contiguous, strides) in zip(
             tensors, self._places, strict=True
         ):
@@ -304,12 +324,10 @@ class Binding:
                 if not lies_alike or not nbytes or self._copy(address, source, nbytes, stream):
                     place.copy_(tensor.detach())
         self.replay()
-        results = [
+        return [
             output.clone() if strides is None else _relaid(output, strides)
             for output, strides in zip(self.outputs, self.other_strides, strict=True)
         ]
-        room.leave()
-        return results
 
 
 class Walk:
@@ -353,14 +371,15 @@ class Walk:
         stream.wait_stream(torch.cuda.current_stream())
         self._walk({launch.stream: stream for launch in self._plan.launches}, stream)
         torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
+        stream.synchronize()
 
     def capture(self) -> Binding:
         """The plan as a graph; its memory has been checked."""
         graph = torch.cuda.CUDAGraph()
         self._pool = self._room.pool_for(graph)
         origin = self._origin
-        torch.cuda.synchronize()
+        # Not the whole device: that would break a capture of somebody else's.
+        torch.cuda.current_stream().synchronize()
         with _no_garbage_collection(), torch.cuda.stream(origin):
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
@@ -369,27 +388,16 @@ class Walk:
                 for stream in self._streams.values():
                     origin.wait_stream(stream)
             except BaseException:
-                self._abandon(graph)
+                abandon(graph, self._room.device, self._pool)
                 raise
             try:
                 graph.capture_end()
             except RuntimeError:
-                self._abandon(graph)
+                abandon(graph, self._room.device, self._pool)
                 raise
         check_memory(self._lowered.graph, self._plan, self._places, kept=self._kept)
         outputs = [self._values[output.name] for output in self._lowered.program.outputs]
         return Binding(graph, self._inputs, outputs, covered_bytes(self._places.values()), self._room)
-
-    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a capture that failed: torch throws before it lets go of the pool."""
-        with contextlib.suppress(RuntimeError):
-            graph.capture_end()
-        index = self._room.device.index
-        with contextlib.suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(index, self._pool)
-        # Neither does it tell the generator, which would refuse to draw outside of captures.
-        generator = torch.cuda.default_generators[index]
-        generator.graphsafe_set_state(generator.clone_state())
 
     def _walk(self, streams: Mapping[int, torch.cuda.Stream], origin: torch.cuda.Stream) -> None:
         homes = {b: task for task, buffers in self._allocated.items() for b in buffers.values()}

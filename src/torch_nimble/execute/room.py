@@ -55,6 +55,10 @@ class Room:
         """End the work that was begun."""
         self._record(self._current)
 
+    def wait(self) -> None:
+        """Until all work that was begun has ended."""
+        self._left.synchronize()
+
     @property
     def segments(self) -> tuple[int, ...]:
         """Bytes of each piece of the arena, which lie end to end in its addresses."""

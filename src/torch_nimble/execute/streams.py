@@ -7,9 +7,11 @@ are needed only while a graph is captured, by one thread at a time.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import threading
+from typing import Any
 
 import torch
 
@@ -27,12 +29,22 @@ class Streams:
         """Held by whoever captures."""
         self._device = device
         self._made: dict[tuple[int, bool], torch.cuda.ExternalStream] = {}
+        self._threads = threading.local()
 
     @staticmethod
     @functools.cache
     def of(device: torch.device) -> Streams:
         """The streams of that device."""
         return Streams(device)
+
+    def make_handles(self) -> None:
+        """Let cuBLAS and cuDNN make what they need for this thread: they cannot during a capture."""
+        if not getattr(self._threads, "ready", False):
+            torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
+            if torch.backends.cudnn.is_available():  # type: ignore[no-untyped-call]
+                image = torch.zeros(1, 8, 4, 4, device=self._device)
+                torch.nn.functional.conv2d(image, torch.zeros(8, 8, 1, 1, device=self._device))
+            self._threads.ready = True
 
     def get(self, number: int, *, high_priority: bool = False) -> torch.cuda.ExternalStream:
         """The stream of that number and priority."""
@@ -42,6 +54,17 @@ class Streams:
             made = torch.cuda.ExternalStream(handle, device=self._device)  # type: ignore[no-untyped-call]
             self._made[key] = made
         return self._made[key]
+
+
+def abandon(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
+    """End a capture that failed: torch throws before it lets go of the pool and of the generator."""
+    with contextlib.suppress(RuntimeError):
+        graph.capture_end()
+    with contextlib.suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+    # It would refuse to draw outside of captures. Graphs captured before keep the state they had.
+    generator = torch.cuda.default_generators[device.index]
+    generator.graphsafe_set_state(generator.clone_state())
 
 
 def _create(device: torch.device, priority: int) -> int:

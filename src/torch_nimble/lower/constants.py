@@ -37,7 +37,7 @@ class Split:
 def split_constants(captured: Captured, graph: fx.Graph) -> Split:
     """Fold what depends on constants; the graph itself is not changed."""
     nodes = list(graph.nodes)
-    fakes, _ = observe(captured, nodes)
+    fakes, _ = observe(captured, nodes, copy=False)
     constant = _constant_nodes(captured, nodes, fakes)
     kept = [node for node in nodes if node not in constant]
     needed = [node for node in nodes if node in constant and not constant.issuperset(node.users)]

@@ -24,12 +24,14 @@ class Copied:
         return tree_map_only(torch.Tensor, torch.clone, self.target(*args, **kwargs))
 
 
-def observe(captured: Captured, nodes: list[fx.Node]) -> tuple[dict[fx.Node, Any], set[fx.Node]]:
+def observe(
+    captured: Captured, nodes: list[fx.Node], *, copy: bool = True
+) -> tuple[dict[fx.Node, Any], set[fx.Node]]:
     """The value of every node as fake tensors that share storages as real ones would.
 
     A view that takes several tensors would have to wait for all of them without touching memory;
-    there are few such operators (`broadcast_tensors`), and the second result says which: they are to
-    be copied instead, and their fakes are.
+    there are few such operators (`broadcast_tensors`), and the second result says which: with `copy`
+    they are to be copied instead, and their fakes are.
     """
     fakes: dict[fx.Node, Any] = {}
     copied: set[fx.Node] = set()
@@ -50,7 +52,7 @@ def observe(captured: Captured, nodes: list[fx.Node]) -> tuple[dict[fx.Node, Any
                 assert callable(node.target)
                 args, kwargs = resolve(node.args), resolve(node.kwargs)
                 fakes[node] = node.target(*args, **kwargs)
-                if len(node.all_input_nodes) > 1 and not mutated_arguments(node):
+                if copy and len(node.all_input_nodes) > 1 and not mutated_arguments(node):
                     given = {storage_of(fake) for fake in tensors_in((args, list(kwargs.values())))}
                     if any(storage_of(fake) in given for fake in tensors_in(fakes[node])):
                         copied.add(node)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.metadata
 import json
 import os
 import tempfile
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torch_nimble.flags import convolutions_may_use_tf32, matmul_may_use_tf32
+from torch_nimble.flags import numeric_flags
 
 _KNOWN_OPERATORS = ("aten", "prims")
 
@@ -76,18 +77,26 @@ def _is_told_by_text(node: fx.Node) -> bool:
 
 def _surroundings() -> list[str]:
     """Versions, the device, and the flags of torch that what is compiled depends on."""
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    index = torch.cuda.current_device() if torch.cuda.is_available() else None
+    device = []
+    if torch.cuda.is_available():
+        found = torch.cuda.get_device_properties(torch.cuda.current_device())
+        device = [found.name, found.major, found.minor, found.multi_processor_count, found.total_memory]
     return [
         torch.__version__,
         str(torch.version.git_version),
-        "" if index is None else str(torch.cuda.get_device_properties(index)),
+        _triton_version(),
+        str(device),
         str(torch.get_default_dtype()),
-        str(torch.are_deterministic_algorithms_enabled()),
-        str([matmul_may_use_tf32(), matmul.allow_fp16_reduced_precision_reduction,
-             matmul.allow_bf16_reduced_precision_reduction]),
-        str([cudnn.enabled, convolutions_may_use_tf32(), cudnn.benchmark, cudnn.deterministic]),
-    ]  # fmt: skip
+        str(numeric_flags()),
+    ]
+
+
+@functools.cache
+def _triton_version() -> str:
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 @functools.cache

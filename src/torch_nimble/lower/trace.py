@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_nimble.errors import LoweringError
@@ -73,9 +72,8 @@ class Recording:
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records what happens while it is entered; `device` is the only one that work may happen on."""
 
-    def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._mode = mode
         self._device = device
         self._silent = False
         self._names: dict[int, str] = {}

@@ -113,14 +113,17 @@ def lower(captured: Captured, layout: Layout, device: torch.device) -> Lowered:
     graph = fx.Graph()
     graph.output(graph.graph_copy(captured.graph, {}))
     frozen = frozenset(captured.constants) - captured.mutated
-    passes = run_passes(graph, frozen, layout, fused=True)
-    split = split_constants(captured, graph)
+    try:
+        passes = run_passes(graph, frozen, layout, fused=True)
+        split = split_constants(captured, graph)
+    except (RuntimeError, ValueError) as error:
+        raise LoweringError(f"the graph cannot be {layout}: {first_line(error)}") from error
     _refuse_other_devices(split.graph, device)
     module = fx.GraphModule(captured.owner, split.graph)
     wrapper = compile_wrapper(module, list(split.given.values()), layout)
     kinds = {name: _kind(captured, name) for name in split.given}
     recording = record(wrapper, split.given, kinds, device)
-    _refuse_strange_writes(recording, captured)
+    _refuse_strange_writes(recording, set(split.given) - captured.mutated)
     return Lowered(
         TaskGraph.from_conflicts(recording.tasks, recording.buffers, layout),
         _program(captured, split, recording),
@@ -137,9 +140,8 @@ def _refuse_other_devices(graph: fx.Graph, device: torch.device) -> None:
                 raise LoweringError(f"{node.target} works on {fake.device}, not on {device}")
 
 
-def _refuse_strange_writes(recording: Recording, captured: Captured) -> None:
+def _refuse_strange_writes(recording: Recording, given: set[str]) -> None:
     """LoweringError if the program writes what the captured graph does not say is written."""
-    given = {*captured.inputs, *captured.constants} - captured.mutated
     for task in recording.tasks:
         for region in task.writes:
             if region.buffer in given:
@@ -239,8 +241,13 @@ def compile_with(
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     def inner(*args: Any, **kwargs: Any) -> Any:
+        static = frozenset(kwargs.get("static_input_idxs") or ())
+        if kwargs.get("is_backward"):
+            # Inductor counts what forward saved among them, which is in another place each time.
+            names = [node.name for node in args[0].graph.nodes if node.op == "placeholder"]
+            static = frozenset(i for i in static if names[i].startswith("primals"))
         compiled: Any = compile_fx_inner(*args, **kwargs)
-        replaced = schedule(compiled, frozenset(kwargs.get("static_input_idxs") or ()))
+        replaced = schedule(compiled, static)
         if replaced is not None:
             compiled.current_callable = replaced
         return compiled

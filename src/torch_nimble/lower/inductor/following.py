@@ -31,7 +31,7 @@ def record(
 ) -> Recording:
     """Run the program on fake tensors of these shapes, and on numbers as they are; note what it does."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = Recorder(mode, device)
+    recorder = Recorder(device)
     namespace = _stand_ins(wrapper.namespace, recorder)
     if wrapper.function.__closure__:
         raise LoweringError("Inductor's program is a closure, not a plain function")

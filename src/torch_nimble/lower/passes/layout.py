@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from torch_nimble.lower.passes.guard import is_write_back
+
 _aten = torch.ops.aten
 CONVOLUTIONS = frozenset(
     [_aten.conv2d.default, _aten.conv2d.padding, _aten.conv_transpose2d.input, _aten.convolution.default]
@@ -45,7 +47,13 @@ def use_channels_last(graph: fx.Graph, constants: frozenset[str]) -> int:
 
 
 def lay_out_weights(graph: fx.Graph, constants: frozenset[str]) -> int:
-    """Lay out the weights alone of convolutions of images as channels-last; how many there are."""
+    """Lay out the weights alone of convolutions of images as channels-last; how many there are.
+
+    Results of convolutions follow their weights. Views of them may have to copy then, which is not
+    the same where one is written: such a graph is left as it is.
+    """
+    if any(_writes_through_a_view(node) for node in graph.nodes):
+        return 0
     changed = 0
     for node in list(graph.nodes):
         if node.target in CONVOLUTIONS and _has_images(node):
@@ -54,7 +62,20 @@ def lay_out_weights(graph: fx.Graph, constants: frozenset[str]) -> int:
             with graph.inserting_before(node):
                 node.update_arg(1, graph.call_function(channels_last, (weight,)))
             changed += 1
+    if changed:
+        _free_views(graph)
     return changed
+
+
+def _writes_through_a_view(node: fx.Node) -> bool:
+    """Whether an operator writes what may be a view of something else."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable or is_write_back(node):
+        return False
+    target = node.args[0] if node.args else None
+    made_by = getattr(getattr(target, "target", None), "_schema", None)
+    in_place = made_by is not None and made_by.is_mutable
+    return made_by is None or (not in_place and any(r.alias_info for r in made_by.returns))
 
 
 def _has_images(node: fx.Node) -> bool:
