@@ -79,14 +79,17 @@ def compile(
 
 
 def plan(model: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Plan:
-    """The maximum-concurrency plan of a model for these inputs. Nothing is run."""
+    """The maximum-concurrency plan of a model for these inputs. The model is not run."""
     return max_concurrency(taskgraph(model, args, kwargs))
 
 
 def taskgraph(
     model: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
 ) -> TaskGraph:
-    """The task graph of a model for these inputs, without costs. Nothing is run."""
+    """The task graph of a model for these inputs, without costs. The model is not run.
+
+    On a GPU the tasks are fused kernels; its convolutions are tried in two layouts.
+    """
     if isinstance(args, torch.Tensor):
         raise InputError("args is a tensor; pass a tuple of arguments, args=(x,)")
     callee = Callee(model)

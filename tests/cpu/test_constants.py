@@ -183,6 +183,17 @@ def test_value_of_the_graphs_own_that_is_written_is_not_folded() -> None:
     assert folded_targets(split) == ["aten.exp.default"]
 
 
+def test_value_that_is_written_through_another_name_is_not_folded() -> None:
+    """`type_as` returns its argument where the dtypes are equal, and its schema does not say so."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        mask = self.causal.float().type_as(x)
+        mask.masked_fill_(x > 0, 0.0)
+        return x * mask
+
+    assert_splits(Model(forward, causal=torch.ones(4, 4).tril().bool()), torch.randn(4, 4))
+
+
 def test_random_draws_are_not_folded() -> None:
     model = Model(lambda self, x: x + torch.bernoulli(torch.sigmoid(self.w)), w=torch.randn(4))
     captured = captured_of(model, torch.randn(4))

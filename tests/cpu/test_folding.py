@@ -210,3 +210,27 @@ def test_model_cast_to_another_dtype_folds_in_that_dtype() -> None:
         x = torch.randn(2, 3, 5, 5).double()
         assert_close(fast(x), eager(model, x), TIGHT)
         assert fast.explain().to_dict()["fallbacks"] == []
+
+
+def test_weights_are_taken_in_without_the_callers_autocast() -> None:
+    """A fold evaluated under autocast would be rounded for plans that were made without it."""
+
+    class LowRank(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.a = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(2, 8))
+            self.b = nn.Parameter(torch.randn(8, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ (self.w + self.b @ self.a)
+
+    torch.manual_seed(0)
+    model, x = LowRank().eval(), torch.randn(4, 8)
+    with nimble.compile(model, (x,)) as fast:
+        with torch.autocast("cpu", torch.bfloat16):
+            fast(x)
+        with torch.no_grad():
+            model.a.mul_(1.37)
+        with torch.autocast("cpu", torch.bfloat16):
+            fast(x)
+        assert_close(fast(x), eager(model, x), 1e-6)

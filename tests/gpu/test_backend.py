@@ -10,6 +10,7 @@ from torch import nn
 
 import torch_nimble as nimble
 from gpu.parts import Branches, Towers, calibrated, relative_error
+from torch_nimble.execute.cuda import CudaExecutable
 
 
 @pytest.fixture(autouse=True)
@@ -124,3 +125,23 @@ def test_a_graph_on_the_cpu_is_left_to_inductor_and_said_so() -> None:
     x = torch.randn(2, 8)
     with torch.no_grad(), pytest.warns(nimble.NimbleWarning, match="its inputs lie on cpu"):
         assert torch.allclose(compiled(model)(x), model(x), atol=1e-5)
+
+
+def test_backward_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What forward saves lies elsewhere at each call; a graph bound to that would be of no use."""
+    captures = []
+    capture = CudaExecutable._capture
+
+    def counted(self: CudaExecutable, *args: object, **kwargs: object) -> object:
+        captures.append(self)
+        return capture(self, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(CudaExecutable, "_capture", counted)
+    torch.manual_seed(0)
+    model = Towers(64).cuda().train()
+    fast = compiled(model)
+    for step in range(8):
+        fast(torch.randn(4, 64, device="cuda")).square().mean().backward()
+        if step == 1:
+            early = len(captures)
+    assert len(captures) == early

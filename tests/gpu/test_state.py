@@ -25,6 +25,7 @@ from gpu.helpers import (
     assert_fused,
     cache,
     fallbacks,
+    in_threads,
     narrow,
     normal,
     ready,
@@ -334,3 +335,74 @@ def test_weights_replaced_and_met_first_in_inference_mode(weighty: Shared) -> No
         with around():
             result = weighty.fast(x)
         assert_close(result, eager(weighty.model, x))
+
+
+def test_statistics_written_in_training_are_seen_by_the_plan_for_inference() -> None:
+    """A replay moves no version counter by itself, and batch norm is folded in the other plan."""
+    torch.manual_seed(0)
+    model = (
+        nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, momentum=0.9), nn.ReLU()).to(DEVICE).eval()
+    )
+    twin = copy.deepcopy(model)
+    x, other = normal(4, 3, 8, 8), normal(4, 3, 8, 8) * 3 + 1
+    with nimble.compile(model) as fast, torch.no_grad():
+        for _ in range(2):
+            before = fast(x)
+            assert_close(before, twin.eval()(x))
+            model.train()
+            twin.train()
+            assert_close(fast(other), twin(other))
+            model.eval()
+            twin.eval()
+            assert_close(fast(x), twin(x))
+            assert_differs(fast(x), before)
+
+
+def test_state_that_gets_other_memory_is_followed() -> None:
+    model = Counting().to(DEVICE).eval()
+    twin = copy.deepcopy(model)
+    x = normal(2, 3, 8, 8)
+    with nimble.compile(model, (x,)) as fast, torch.no_grad():
+        for both in ((fast, twin),) * 2:
+            assert_close(both[0](x), both[1](x))
+        name = next(iter(dict(model.named_buffers())))
+        for m in (model, twin):
+            buffer = m.get_buffer(name)
+            buffer.data = buffer.data.clone() + 1
+        assert_close(fast(x), twin(x))
+        assert_equal(model.get_buffer(name), twin.get_buffer(name))
+
+
+def test_flags_that_change_numbers_get_a_plan_of_their_own() -> None:
+    model = ready(narrow())
+    x = rows(4)
+    with nimble.compile(model, (x,)) as fast:
+        fast(x)
+        assert len(signatures(fast)) == 1
+        torch.backends.cuda.matmul.allow_tf32 = True
+        try:
+            fast(x)
+            assert len(signatures(fast)) == 2
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = False
+        fast(x)
+        assert len(signatures(fast)) == 2
+
+
+def test_a_graph_is_captured_in_a_call_while_another_engine_prepares() -> None:
+    """Neither breaks the other, and the calls come from a thread that has used no library yet."""
+    torch.manual_seed(0)
+    model, other = Cached().to(DEVICE).eval(), ready(narrow())
+    with nimble.compile(model, step()) as fast:
+
+        def work(i: int) -> None:
+            if i == 0:
+                with nimble.compile(other, (rows(4),)) as made:
+                    assert_close(made(rows(4) * 0 + 1), eager(other, rows(4) * 0 + 1))
+                return
+            for _ in range(12):  # each with a cache in another place
+                inputs = step()
+                copies = [tensor.clone() for tensor in inputs]
+                assert_close(fast(*inputs), eager(model, *copies))
+
+        in_threads(2, work)

@@ -96,7 +96,7 @@ def test_a_plan_without_one_of_its_waits_is_caught(
 ) -> None:
     trial, inputs, references = case
     # The check of addresses would find most of these plans before they run.
-    monkeypatch.setattr("torch_nimble.execute.cuda.check_memory", lambda *_, **__: None)
+    monkeypatch.setattr("torch_nimble.execute.walk.check_memory", lambda *_, **__: None)
     plan = max_concurrency(trial.lowered.graph)
     waits = [(i, name) for i, launch in enumerate(plan.launches) for name in launch.waits]
     caught = []

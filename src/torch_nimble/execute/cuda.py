@@ -1,22 +1,14 @@
 """Plans on a GPU: captured once into one CUDA graph from many streams, replayed for ever.
 
-The capture starts on an origin stream, from which all others fork and to which they return; each task
-is launched on its stream after the events it waits for. Buffers of fused kernels lie in an arena whose
-places were planned by happens-before; what operators allocate themselves comes from the engine's memory
-pool and goes back to it when nothing that is still to be launched on that stream can meet a user of it.
-After the capture all addresses are checked again, by other code.
-
-A graph reads and writes fixed addresses: inputs are copied to their place before a replay (unless
-they are there already), results are copied out after it. An input that the model writes is bound
-where it lies.
+A graph (walk.py captures it) reads and writes fixed addresses: inputs are copied to their place before
+a replay, unless they are there already, results are copied out after it. An input that the model
+writes is bound where it lies.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -24,21 +16,16 @@ from torch_nimble.errors import LoweringError
 from torch_nimble.execute.autocast import autocast_off
 from torch_nimble.execute.driver import copy_async
 from torch_nimble.execute.room import Room
-from torch_nimble.execute.streams import abandon
+from torch_nimble.execute.walk import TaskHook, Walk
 from torch_nimble.lower import Lowered
-from torch_nimble.lower.observe import storage_of, tensors_in
-from torch_nimble.lower.program import Call, InputSlot, Ref
-from torch_nimble.plans import Launch, Plan
+from torch_nimble.lower.program import InputSlot
+from torch_nimble.plans import Plan
 from torch_nimble.schedule import verify
-from torch_nimble.schedule.memory import check_memory, plan_arena, release_points
 
 Tensor = torch.Tensor
-TaskHook = Callable[[Launch], None]
 Run = Callable[[Sequence[Tensor]], list[Tensor]]
 # What Triton's kernels take for granted about their pointers.
 _ALIGNMENT = 16
-# Streams beside those of the plan, which count from 0.
-_ORIGIN, _WARM_UP = -1, -2
 # Builds of torch without CUDA do not have it.
 _raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 # Places of written inputs for which graphs are kept.
@@ -95,7 +82,7 @@ class CudaExecutable:
         """
         self._take_constants(constants)
         with self._quietly():
-            Walk(self, self._places(examples)).run_uncaptured()
+            self._walk(self._places(examples)).run_uncaptured()
 
     def _take_constants(self, constants: Mapping[str, Tensor]) -> None:
         """Read the model's tensors where they lie; what is made of them, or misaligned, is ours."""
@@ -127,8 +114,9 @@ class CudaExecutable:
         after_task: TaskHook = lambda launch: None,
     ) -> Binding:
         with self._quietly():
-            walk = Walk(self, self._places(examples), before_task, after_task)
-            binding = walk.capture()
+            places = self._places(examples)
+            graph, outputs, nbytes = self._walk(places, before_task, after_task).capture()
+        binding = Binding(graph, places, outputs, nbytes, self.room)
         wanted = self.result_strides or tuple(output.stride() for output in binding.outputs)
         binding.other_strides = [
             None if output.stride() == strides and _is_dense(output) else strides
@@ -140,6 +128,9 @@ class CudaExecutable:
         if not self._bound and not self._static_outputs:
             self.short_way = binding.run
         return binding
+
+    def _walk(self, places: Sequence[Tensor], *hooks: TaskHook) -> Walk:
+        return Walk(self.lowered, self.plan, self.room, self.constants, places, *hooks)
 
     @contextlib.contextmanager
     def _quietly(self) -> Iterator[None]:
@@ -330,171 +321,6 @@ class Binding:
         ]
 
 
-class Walk:
-    """One walk over a plan: the values that are alive, and where every buffer lies."""
-
-    def __init__(
-        self,
-        executable: CudaExecutable,
-        inputs: list[Tensor],
-        before_task: TaskHook = lambda launch: None,
-        after_task: TaskHook = lambda launch: None,
-    ) -> None:
-        self._inputs = inputs
-        self._room = executable.room
-        self._lowered = executable.lowered
-        self._plan = executable.plan
-        self._before_task = before_task
-        self._after_task = after_task
-        program = self._lowered.program
-        self._values: dict[str, Any] = dict(executable.constants)
-        for slot, tensor in zip(program.inputs, inputs, strict=True):
-            self._values[slot.name] = tensor
-        self._places: dict[str, tuple[int, int]] = {}
-        self._values_of: dict[str, list[str]] = {}
-        self._buffer_of: dict[int, str] = {}
-        self._allocated = _buffers_of_operators(self._lowered)
-        self._kept = _buffers_of_results(self._lowered)
-        self._awaited = {name for launch in self._plan.launches for name in launch.waits}
-        self._events: dict[str, torch.cuda.Event] = {}
-        self._place_buffers()
-        # None can be made while a capture is under way.
-        self._origin = self._room.streams.get(_ORIGIN)
-        self._streams = {
-            number: self._room.streams.get(number, high_priority=number in self._plan.high_priority)
-            for number in sorted({launch.stream for launch in self._plan.launches})
-        }
-
-    def run_uncaptured(self) -> None:
-        """Every task once, on one stream."""
-        stream = self._room.streams.get(_WARM_UP)
-        stream.wait_stream(torch.cuda.current_stream())
-        self._walk({launch.stream: stream for launch in self._plan.launches}, stream)
-        torch.cuda.current_stream().wait_stream(stream)
-        stream.synchronize()
-
-    def capture(self) -> Binding:
-        """The plan as a graph; its memory has been checked."""
-        graph = torch.cuda.CUDAGraph()
-        self._pool = self._room.pool_for(graph)
-        origin = self._origin
-        # Not the whole device: that would break a capture of somebody else's.
-        torch.cuda.current_stream().synchronize()
-        with _no_garbage_collection(), torch.cuda.stream(origin):
-            graph.capture_begin(self._pool, capture_error_mode="thread_local")
-            try:
-                self._fork()
-                self._walk(self._streams, origin)
-                for stream in self._streams.values():
-                    origin.wait_stream(stream)
-            except BaseException:
-                abandon(graph, self._room.device, self._pool)
-                raise
-            try:
-                graph.capture_end()
-            except RuntimeError:
-                abandon(graph, self._room.device, self._pool)
-                raise
-        check_memory(self._lowered.graph, self._plan, self._places, kept=self._kept)
-        outputs = [self._values[output.name] for output in self._lowered.program.outputs]
-        return Binding(graph, self._inputs, outputs, covered_bytes(self._places.values()), self._room)
-
-    def _walk(self, streams: Mapping[int, torch.cuda.Stream], origin: torch.cuda.Stream) -> None:
-        homes = {b: task for task, buffers in self._allocated.items() for b in buffers.values()}
-        releases = release_points(self._lowered.graph, self._plan, homes, kept=self._kept)
-        with torch.cuda.stream(origin):
-            self._carry_out(self._lowered.program.preamble)
-        for launch in self._plan.launches:
-            for buffer in releases.get(launch.task, ()):
-                self._release(buffer)
-            self._launch(launch, streams[launch.stream])
-
-    def _place_buffers(self) -> None:
-        allocations = self._lowered.program.allocations
-        sizes = {name: allocation.nbytes for name, allocation in allocations.items()}
-        kept = self._kept & set(sizes)
-        arena = plan_arena(
-            self._lowered.graph, self._plan, sizes, kept=kept, segments=self._room.segments
-        )
-        self._room.reserve(arena.size)
-        for name, allocation in allocations.items():
-            tensor = self._room.place(arena.offsets[name], allocation)
-            self._values[name] = tensor
-            self._places[name] = (tensor.data_ptr(), allocation.nbytes)
-
-    def _fork(self) -> None:
-        """Join every stream to the capture: memory of the pool is given to such streams only."""
-        start = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        start.record(self._origin)
-        for stream in self._streams.values():
-            stream.wait_event(start)
-
-    def _launch(self, launch: Launch, stream: torch.cuda.Stream) -> None:
-        for name in launch.waits:
-            stream.wait_event(self._events[name])
-        with torch.cuda.stream(stream):
-            self._before_task(launch)
-            call, *views = self._lowered.program.tasks[launch.task]
-            self._carry_out([call])
-            self._note_places(launch.task, call)
-            self._carry_out(views)
-            self._after_task(launch)
-        self._note_values(launch.task)
-        if launch.task in self._awaited:
-            self._events[launch.task] = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._events[launch.task].record(stream)
-
-    def _carry_out(self, calls: Sequence[Call]) -> None:
-        for call in calls:
-            args, kwargs = _resolved(call.args, self._values), _resolved(call.kwargs, self._values)
-            self._values[call.name] = call.target(*args, **kwargs)
-
-    def _note_places(self, task: str, call: Call) -> None:
-        """Where the memory lies that a task's operator took for itself."""
-        buffers = self._allocated.get(task, {})
-        if not buffers:
-            return
-        for position, tensor in enumerate(tensors_in(self._values[call.name])):
-            if position in buffers and tensor.is_cuda:
-                storage = tensor.untyped_storage()
-                self._places[buffers[position]] = (storage.data_ptr(), storage.nbytes())
-                self._buffer_of[storage_of(tensor)] = buffers[position]
-
-    def _note_values(self, task: str) -> None:
-        """Which names would keep that memory alive; of several results only the single ones stay."""
-        if task not in self._allocated:
-            return
-        for call in self._lowered.program.tasks[task]:
-            value = self._values[call.name]
-            if not isinstance(value, Tensor):
-                del self._values[call.name]
-            elif storage_of(value) in self._buffer_of:
-                buffer = self._buffer_of[storage_of(value)]
-                self._values_of.setdefault(buffer, []).append(call.name)
-
-    def _release(self, buffer: str) -> None:
-        for name in self._values_of.pop(buffer, ()):
-            self._buffer_of.pop(storage_of(self._values.pop(name)), None)
-
-
-def _buffers_of_operators(lowered: Lowered) -> dict[str, dict[int, str]]:
-    """For each task the buffers that its operator allocates itself, by their place in the result."""
-    graph, allocations = lowered.graph, lowered.program.allocations
-    homes: dict[str, dict[int, str]] = {}
-    for buffer in graph.buffers:
-        if buffer.kind == "temporary" and buffer.name not in allocations:
-            task, _, position = buffer.name.partition(".")
-            homes.setdefault(task, {})[int(position or 0)] = buffer.name
-    return homes
-
-
-def _buffers_of_results(lowered: Lowered) -> frozenset[str]:
-    """Buffers whose content is read after the last task."""
-    program = lowered.program
-    temporary = {buffer.name for buffer in lowered.graph.buffers if buffer.kind == "temporary"}
-    return frozenset(program.lies_in[output.name] for output in program.outputs) & temporary
-
-
 def _relaid(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
     """A copy with these strides; dimensions along which all elements are one are kept so."""
     compact = tensor
@@ -516,15 +342,6 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def covered_bytes(places: Iterable[tuple[int, int]]) -> int:
-    """Bytes of memory that lie in at least one of these (address, bytes)."""
-    total = end = 0
-    for address, nbytes in sorted(places):
-        total += max(0, address + nbytes - max(address, end))
-        end = max(end, address + nbytes)
-    return total
-
-
 def aligned(tensor: Tensor) -> Tensor:
     """The tensor itself, or a copy where kernels find it at a round address."""
     return tensor if tensor.data_ptr() % _ALIGNMENT == 0 else tensor.clone()
@@ -532,25 +349,3 @@ def aligned(tensor: Tensor) -> Tensor:
 
 def _look_alike(one: Tensor, other: Tensor) -> bool:
     return (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
-
-
-def _resolved(value: Any, values: Mapping[str, Any]) -> Any:
-    if isinstance(value, Ref):
-        return values[value.name]
-    if isinstance(value, tuple | list):
-        return type(value)(_resolved(item, values) for item in value)
-    if isinstance(value, Mapping):
-        return {key: _resolved(item, values) for key, item in value.items()}
-    return value
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Objects that are collected during a capture might free memory in the middle of it."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -1,0 +1,376 @@
+"""The bookkeeping of the CUDA engine on the CPU, with stand-ins for streams, events and graphs.
+
+A stand-in for a graph keeps nothing: what was computed during its capture is what it gives. So results
+are those for the inputs that were captured with, and everything around the graph is the real thing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.attention
+from torch import Tensor, nn
+
+import torch_nimble as nimble
+from cpu.helpers import assert_close, assert_equal, eager, randomise_batch_norm
+from torch_nimble.capture import Adapter, Callee, capture
+from torch_nimble.devices import RefusedError
+from torch_nimble.devices.cuda import CudaDevice
+from torch_nimble.errors import LoweringError
+from torch_nimble.execute.cuda import CudaExecutable
+from torch_nimble.execute.room import Room
+from torch_nimble.flags import numeric_flags
+from torch_nimble.lower import Lowered, lower
+from torch_nimble.options import Options
+from torch_nimble.quick import MISS
+from torch_nimble.schedule import critical_first, lanes, max_concurrency, serial
+from torch_nimble.tree import flatten_inputs
+from torch_nimble.trial import Trial
+from torch_nimble.weights import FoldedConstants
+
+CPU = torch.device("cpu")
+
+
+class Stream:
+    def wait_stream(self, other: Stream) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class BaseEvent:
+    def __init__(self, enable_timing: bool = False, external: bool = False) -> None: ...
+
+    def record(self, stream: Stream | None = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, other: BaseEvent) -> float:
+        return 0.002
+
+
+class Event(BaseEvent): ...
+
+
+class BaseGraph:
+    replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+
+
+class Graph(BaseGraph):
+    captures = 0
+
+    def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+        assert capture_error_mode == "thread_local"
+        Graph.captures += 1
+
+    def capture_end(self) -> None: ...
+
+
+class Streams:
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._made: dict[tuple[int, bool], Stream] = {}
+
+    def get(self, number: int, *, high_priority: bool = False) -> Stream:
+        return self._made.setdefault((number, high_priority), Stream())
+
+    def make_handles(self) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = Stream()
+    for name, value in {
+        "CUDAGraph": Graph,
+        "Event": Event,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "device": lambda device: contextlib.nullcontext(),
+        "current_stream": lambda device=None: current,
+        "graph_pool_handle": lambda: (0, 1),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
+    monkeypatch.setattr("torch_nimble.execute.room.Streams.of", staticmethod(lambda device: Streams()))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    # Not for memory of the host: the slower copy is taken.
+    monkeypatch.setattr("torch_nimble.execute.cuda.copy_async", lambda: lambda *_: 1)
+    # The host's allocator knows no streams: what is freed may be given to any.
+    monkeypatch.setattr("torch_nimble.execute.walk.Walk._release", lambda self, buffer: None)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.branches = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(8, 4, k, padding=k // 2), nn.BatchNorm2d(4), nn.ReLU())
+            for k in (1, 3, 5)
+        )
+        self.register_buffer("calls", torch.zeros(4))
+        for norm in (b[1] for b in self.branches):
+            randomise_batch_norm(norm)
+
+    def forward(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.cat([branch(self.stem(x)) for branch in self.branches], 1)
+        top, _ = y.flatten(2).topk(2)
+        cache.add_(y.mean((2, 3))[:, :4])
+        self.calls += 1
+        return y.mean((2, 3)).t(), top * self.calls[0]
+
+
+def parts(model: nn.Module, *inputs: Tensor) -> tuple[Lowered, Trial]:
+    tensors, structure = flatten_inputs(inputs, {})
+    adapter = Adapter(Callee(model), structure)
+    lowered = lower(capture(adapter, tensors))
+    return lowered, Trial(adapter, lowered, tensors, FoldedConstants())
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return Net().eval()
+
+
+def inputs() -> tuple[Tensor, Tensor]:
+    return torch.randn(2, 3, 6, 6), torch.zeros(2, 4)
+
+
+PLANS = {
+    "serial": serial,
+    "lanes": lambda graph: lanes(graph, 3),
+    "all": max_concurrency,
+    "critical first": lambda graph: critical_first(graph, max_concurrency(graph)),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_capture_carries_out_every_task_and_hands_out_eagers_results(
+    model: nn.Module, name: str
+) -> None:
+    x, cache = inputs()
+    reference = eager(copy.deepcopy(model), x, cache.clone())
+    wanted = [t.stride() for t in reference]
+    lowered, trial = parts(model, x, cache)
+    executable = CudaExecutable(lowered, PLANS[name](lowered.graph), Room(CPU))
+    executable.result_strides = tuple(wanted)
+    executable.warm_up(trial.copied_constants, trial.inputs)
+    trial.restore()
+    binding = executable.bind(trial.copied_constants, trial.inputs)
+    results = executable.call(trial.inputs)
+    assert [t.stride() for t in results] == wanted
+    assert_close(results[0], reference[0])
+    assert all(r.data_ptr() != o.data_ptr() for r, o in zip(results, binding.outputs, strict=True))
+    assert binding.graph.replays == 1
+    assert_equal(model.calls, torch.zeros(4))
+    executable.close()
+
+
+def test_an_input_that_is_written_is_bound_where_it_lies_and_counted(model: nn.Module) -> None:
+    x, cache = inputs()
+    lowered, trial = parts(model, x, cache)
+    executable = CudaExecutable(lowered, serial(lowered.graph), Room(CPU))
+    binding = executable.bind(trial.constants, (x, cache))
+    assert binding.inputs[1].data_ptr() == cache.data_ptr()
+    assert binding.inputs[0].data_ptr() != x.data_ptr()
+    before, versions = Graph.captures, (cache._version, model.calls._version)
+    executable.call((x, cache))
+    assert Graph.captures == before
+    assert (cache._version, model.calls._version) == (versions[0] + 1, versions[1] + 1)
+    others = [torch.zeros(2, 4) for _ in range(5)]
+    for other in others:
+        executable.call((x, other))
+    assert Graph.captures == before + 5
+    assert len(executable._bindings) == 4
+    strided = torch.zeros(4, 2).t()
+    executable.call((x, strided))  # cannot be bound: copied in and back
+    assert_close(strided, executable._bindings[(0,)].inputs[1])
+
+
+def test_weights_go_into_the_memory_that_graphs_know() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)).eval()
+    x = torch.randn(1, 3, 5, 5)
+    lowered, trial = parts(model, x)
+    executable = CudaExecutable(lowered, serial(lowered.graph), Room(CPU))
+    binding = executable.bind(trial.constants, (x,))
+    folded = [name for name in lowered.program.constants if name not in lowered.program.sources]
+    assert folded
+    own = {name: executable.constants[name] for name in folded}
+
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    executable.rebind(FoldedConstants().evaluate(lowered.program))
+    assert executable._bindings[()] is binding  # no new capture
+    assert all(executable.constants[name] is tensor for name, tensor in own.items())
+    fresh = FoldedConstants().evaluate(lowered.program)
+    for name, tensor in own.items():
+        assert_close(tensor, fresh[name])
+
+    kept = model[2].weight.detach().clone()
+    old = model[2].weight
+    model[2].weight = nn.Parameter(torch.randn_like(kept))
+    executable.rebind(FoldedConstants().evaluate(lowered.program))
+    assert not executable._bindings  # the graph read the old one's memory
+    assert_close(old.detach(), kept)
+
+    executable.bind(executable.constants, (x,))
+    model[2].weight.data = torch.randn_like(kept)
+    executable.rebind(FoldedConstants().evaluate(lowered.program))
+    assert not executable._bindings
+
+
+def test_state_at_an_odd_address_is_refused(model: nn.Module) -> None:
+    model.calls = torch.zeros(5)[1:]
+    x, cache = inputs()
+    lowered, trial = parts(model, x, cache)
+    executable = CudaExecutable(lowered, serial(lowered.graph), Room(CPU))
+    with pytest.raises(LoweringError, match=r"calls.*odd address"):
+        executable.bind(trial.constants, (x, cache))
+
+
+def test_results_keep_strides_that_no_copy_keeps_by_itself() -> None:
+    def forward(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return x.chunk(2, 1)[0] + 0, (x + 1).t(), (x[:1] + 1).expand(3, -1)
+
+    x = torch.randn(4, 6)
+    wanted = [t.stride() for t in forward(x)]
+    lowered, trial = parts(forward, x)  # type: ignore[arg-type]
+    executable = CudaExecutable(lowered, serial(lowered.graph), Room(CPU))
+    executable.result_strides = tuple(wanted)
+    executable.bind(trial.constants, (x,))
+    run = executable.short_way
+    assert run is not None
+    for results in (executable.call((x,)), run((x,)), run((x.clone(),))):
+        assert [t.stride() for t in results] == wanted
+        assert_close(results, list(forward(x)))
+
+
+def test_the_short_way_is_only_for_plain_plans(model: nn.Module) -> None:
+    x, cache = inputs()
+    lowered, trial = parts(model, x, cache)
+    written = CudaExecutable(lowered, serial(lowered.graph), Room(CPU))
+    written.bind(trial.copied_constants, trial.inputs)
+    assert written.short_way is None
+    plain, plain_trial = parts(nn.Linear(4, 4), torch.randn(2, 4))
+    static = CudaExecutable(plain, serial(plain.graph), Room(CPU), static_outputs=True)
+    binding = static.bind(plain_trial.constants, plain_trial.inputs)
+    assert static.short_way is None
+    (result,) = static.call(plain_trial.inputs)
+    assert result.data_ptr() == binding.outputs[0].data_ptr()
+
+
+# -------------------------------------------------------------------- candidates and calls
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    made = CudaDevice(torch.device("cuda", 0))
+    made.device, made.room.device = CPU, CPU
+    return made
+
+
+def test_candidates_are_captured_raced_and_the_winner_captured_for_good(
+    model: nn.Module, device: CudaDevice
+) -> None:
+    x, cache = inputs()
+    _, trial = parts(model, x, cache)
+    entries = list(device.entries(trial, Options()))
+    names = [entry.name for entry in entries]
+    assert names[0] == "serial"
+    assert "max-concurrency" in names
+    assert entries[0].executable.lowered.graph.has_costs
+    timings = device.race(entries)
+    assert set(timings) == set(names)
+    strides = tuple(t.stride() for t in eager(copy.deepcopy(model), x, cache.clone()))
+    settled = device.settle(entries[-1], entries, Options(), strides)
+    assert settled.plan.planner == entries[-1].plan.planner
+    assert all(not entry.executable._bindings for entry in entries)  # type: ignore[attr-defined]
+    assert len(settled.call((x, cache))) == 2
+    assert_equal(model.calls, torch.zeros(4) + 1)  # the capture ran it, as no capture does
+
+
+def test_a_plan_beyond_the_limit_of_memory_is_left_out_or_refused(
+    model: nn.Module, device: CudaDevice
+) -> None:
+    _, trial = parts(model, *inputs())
+    entries = list(device.entries(trial, Options(memory_limit=1 << 30)))
+    least = entries[0].memory_bytes
+    assert least > 0
+    some = list(device.entries(trial, Options(memory_limit=least)))
+    assert all(entry.memory_bytes <= least for entry in some)
+    with pytest.raises(RefusedError, match=f"memory_limit is {least - 1} bytes"):
+        list(device.entries(trial, Options(memory_limit=least - 1)))
+
+
+def test_a_failure_of_the_device_is_a_refusal_and_lack_of_memory_is_not(
+    model: nn.Module, device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, trial = parts(model, *inputs())
+
+    def fail(kind: type[RuntimeError]) -> Callable[..., Any]:
+        def bind(*_: Any, **__: Any) -> Any:
+            raise kind("operation not permitted")
+
+        return bind
+
+    monkeypatch.setattr(CudaExecutable, "bind", fail(RuntimeError))
+    with pytest.raises(RefusedError, match="cannot be captured: operation not permitted"):
+        list(device.entries(trial, Options()))
+    monkeypatch.setattr(CudaExecutable, "bind", fail(torch.OutOfMemoryError))
+    with pytest.raises(torch.OutOfMemoryError):
+        list(device.entries(trial, Options()))
+
+
+def test_the_short_way_of_a_call_is_taken_for_calls_like_the_one_before_and_no_others(
+    device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch_nimble.engine.device_for", lambda home: device)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
+    x = torch.randn(2, 4)
+    with nimble.compile(model) as fast:
+        assert_close(fast(x), eager(model, x))
+        quick = fast._quick
+        assert quick is not None
+        quick._index, quick._flags = -1, numeric_flags()  # of tensors of the host
+
+        def is_taken(*args: Any, **kwargs: Any) -> bool:
+            return quick(args, kwargs) is not MISS
+
+        assert_close(quick((x,), {}), eager(model, x))
+        assert is_taken(x.clone())
+        assert is_taken(torch.randn(4, 2).t())
+        assert not is_taken(torch.randn(3, 4))
+        assert not is_taken(x.double())
+        assert not is_taken(x, x)
+        assert not is_taken(input=x)
+        assert not is_taken(x.clone().requires_grad_())
+        assert not is_taken(nn.Parameter(x))
+        assert not is_taken(x.to_sparse())
+        assert not is_taken([x])
+        with torch.autocast("cpu", torch.bfloat16):  # another device's
+            assert is_taken(x)
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            assert not is_taken(x)
+        torch.set_default_dtype(torch.float64)
+        try:
+            assert not is_taken(x)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert is_taken(x)
+        with torch.no_grad():
+            model[0].weight.add_(1)
+        assert not is_taken(x)
+    assert not is_taken(x)  # closed
