@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch_nimble.capture import MODEL_LOCK, Source
 from torch_nimble.execute.autocast import autocast_off
 from torch_nimble.lower import Program, Ref
+from torch_nimble.lower.program import resolve
 
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 
@@ -94,8 +95,8 @@ class FoldedConstants:
         with torch.inference_mode(False), torch.no_grad(), autocast_off():
             for name, call in calls.items():
                 if name in needed:
-                    kwargs = {key: _resolved(v, values) for key, v in call.kwargs.items()}
-                    values[name] = call.target(*_resolved(call.args, values), **kwargs)
+                    args, kwargs = resolve(call.args, values), resolve(call.kwargs, values)
+                    values[name] = call.target(*args, **kwargs)
         self._values.update({keys[name]: values[name] for name in missing})
         return {name: values[name] for name in program.constants}
 
@@ -117,14 +118,6 @@ def _identity(tensor: torch.Tensor | None) -> Any:
         return None
     version = None if tensor.is_inference() else tensor._version
     return id(tensor), version, tensor.data_ptr(), tensor.dtype
-
-
-def _resolved(value: Any, values: Mapping[str, Any]) -> Any:
-    if isinstance(value, Ref):
-        return values[value.name]
-    if isinstance(value, tuple | list):
-        return type(value)(_resolved(item, values) for item in value)
-    return value
 
 
 def _key(value: Any, keys: Mapping[str, Any]) -> Any:

@@ -20,7 +20,7 @@ from torch_nimble.execute.room import Room
 from torch_nimble.execute.streams import abandon
 from torch_nimble.lower import Lowered
 from torch_nimble.lower.observe import storage_of, tensors_in
-from torch_nimble.lower.program import Call, Ref
+from torch_nimble.lower.program import Call, resolve
 from torch_nimble.plans import Launch, Plan
 from torch_nimble.schedule.memory import check_memory, plan_arena, release_points
 
@@ -151,7 +151,7 @@ class Walk:
 
     def _carry_out(self, calls: Sequence[Call]) -> None:
         for call in calls:
-            args, kwargs = _resolved(call.args, self._values), _resolved(call.kwargs, self._values)
+            args, kwargs = resolve(call.args, self._values), resolve(call.kwargs, self._values)
             self._values[call.name] = call.target(*args, **kwargs)
 
     def _note_places(self, task: str, call: Call) -> None:
@@ -207,16 +207,6 @@ def covered_bytes(places: Iterable[tuple[int, int]]) -> int:
         total += max(0, address + nbytes - max(address, end))
         end = max(end, address + nbytes)
     return total
-
-
-def _resolved(value: Any, values: Mapping[str, Any]) -> Any:
-    if isinstance(value, Ref):
-        return values[value.name]
-    if isinstance(value, tuple | list):
-        return type(value)(_resolved(item, values) for item in value)
-    if isinstance(value, Mapping):
-        return {key: _resolved(item, values) for key, item in value.items()}
-    return value
 
 
 @contextlib.contextmanager

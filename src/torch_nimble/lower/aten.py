@@ -20,7 +20,7 @@ from torch import fx
 from torch_nimble.capture import Captured
 from torch_nimble.capture.failure import origin
 from torch_nimble.errors import LoweringError
-from torch_nimble.lower.constants import FOLD_FREELY_BYTES
+from torch_nimble.lower.constants import FOLD_FREELY_BYTES, refs
 from torch_nimble.lower.observe import (
     Copied,
     draws_random,
@@ -32,7 +32,7 @@ from torch_nimble.lower.observe import (
     tensors_in,
 )
 from torch_nimble.lower.passes import run_passes
-from torch_nimble.lower.program import GENERATOR, Call, InputSlot, Output, Program, Ref
+from torch_nimble.lower.program import GENERATOR, Call, InputSlot, Output, Program
 from torch_nimble.regions import Region
 from torch_nimble.taskgraph import Buffer, BufferKind, Layout, Task, TaskGraph
 
@@ -261,17 +261,7 @@ class _Lowering:
     # ------------------------------------------------------------ program parts
 
     def _refs(self, value: Any) -> Any:
-        if isinstance(value, fx.Node):
-            if value.op == "get_attr":
-                return getattr(self.captured.owner, str(value.target))
-            return Ref(self.same_as.get(value.name, value.name))
-        if isinstance(value, tuple):
-            return tuple(map(self._refs, value))
-        if isinstance(value, list):
-            return [self._refs(item) for item in value]
-        if isinstance(value, dict):
-            return {key: self._refs(item) for key, item in value.items()}
-        return value
+        return refs(self.captured, value, self.same_as)
 
     def _input_slot(self, name: str) -> InputSlot:
         node = next(node for node in self.nodes if node.name == name)

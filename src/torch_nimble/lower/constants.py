@@ -42,7 +42,7 @@ def split_constants(captured: Captured, graph: fx.Graph) -> Split:
     kept = [node for node in nodes if node not in constant]
     needed = [node for node in nodes if node in constant and not constant.issuperset(node.users)]
     folding = tuple(
-        Call(node.name, node.target, refs(captured, node.args), refs(captured, node.kwargs))
+        Call(node.name, node.target, refs(captured, node.args, {}), refs(captured, node.kwargs, {}))
         for node in _with_ancestors(needed)
         if node.op == "call_function" and callable(node.target)
     )
@@ -63,14 +63,19 @@ def split_constants(captured: Captured, graph: fx.Graph) -> Split:
     return Split(residue, folding, given)
 
 
-def refs(captured: Captured, value: Any) -> Any:
-    """The arguments of a node with a Ref for every value, and tensors of the graph as they are."""
+def refs(captured: Captured, value: Any, same_as: Mapping[str, str]) -> Any:
+    """The arguments of a node with a Ref for every value, and tensors of the graph as they are.
+
+    `same_as` has the name to use for values that were found to be another one.
+    """
     if isinstance(value, fx.Node):
-        return getattr(captured.owner, str(value.target)) if value.op == "get_attr" else Ref(value.name)
+        if value.op == "get_attr":
+            return getattr(captured.owner, str(value.target))
+        return Ref(same_as.get(value.name, value.name))
     if isinstance(value, tuple | list):
-        return type(value)(refs(captured, item) for item in value)
+        return type(value)(refs(captured, item, same_as) for item in value)
     if isinstance(value, dict):
-        return {key: refs(captured, item) for key, item in value.items()}
+        return {key: refs(captured, item, same_as) for key, item in value.items()}
     return value
 
 

@@ -49,6 +49,17 @@ def _refs(value: Any) -> Iterator[str]:
             yield from _refs(item)
 
 
+def resolve(value: Any, values: Mapping[str, Any]) -> Any:
+    """Arguments with the value itself in place of every Ref."""
+    if isinstance(value, Ref):
+        return values[value.name]
+    if isinstance(value, tuple | list):
+        return type(value)(resolve(item, values) for item in value)
+    if isinstance(value, Mapping):
+        return {key: resolve(item, values) for key, item in value.items()}
+    return value
+
+
 @dataclass(frozen=True, slots=True)
 class InputSlot:
     """A tensor the caller gives: the layout the graph was made for, and whether it is written.
