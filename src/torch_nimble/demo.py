@@ -11,13 +11,10 @@ from rich.console import Console
 from torch_nimble import zoo
 from torch_nimble.api import compile
 from torch_nimble.errors import OptionError
-from torch_nimble.execute.check import TOLERANCE, worst_error
+from torch_nimble.execute.check import TOLERANCE, tf32_tolerance, worst_error
 from torch_nimble.execute.measure import Timing, race
 from torch_nimble.explain import Explanation
 from torch_nimble.tree import flatten_inputs, flatten_output, unflatten_inputs
-
-# Convolutions use TF32 on a GPU unless torch is told not to.
-_TF32_TOLERANCE = 2e-2
 
 
 @dataclass(frozen=True)
@@ -93,11 +90,12 @@ def run_demo(name: str, rounds: int, console: Console, device: str | None = None
 
             status.update("timing both, interleaved")
             timings = race({"eager": eager_call, "ours": our_call}, rounds=rounds, settle=3)
+    dtype = reference[0].dtype
     account = DemoAccount(
         network=network.name,
         explanation=fast.explain(),
         error=worst_error(result, reference),
-        tolerance=_TF32_TOLERANCE if home.type == "cuda" else TOLERANCE[reference[0].dtype],
+        tolerance=(home.type == "cuda" and tf32_tolerance(dtype)) or TOLERANCE[dtype],
         other_input=worst_error(another, reference),
         eager=timings["eager"],
         ours=timings["ours"],

@@ -15,10 +15,7 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
-import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -30,12 +27,12 @@ from torch_nimble.errors import (
     CaptureError,
     FallbackError,
     InputError,
-    NimbleWarning,
     StateError,
 )
 from torch_nimble.execute.cuda import CudaExecutable
-from torch_nimble.explain import Explanation, Fallback
+from torch_nimble.explain import Explanation
 from torch_nimble.face import ModelFace
+from torch_nimble.fallbacks import Fallbacks
 from torch_nimble.flags import numeric_flags
 from torch_nimble.options import Options, disabled_by_environment
 from torch_nimble.plans import Plan
@@ -67,7 +64,7 @@ class Engine(ModelFace):
     _progress: Progress
     _prepared: dict[Signature, Prepared]
     _folded: FoldedConstants
-    _fallbacks: dict[str, Fallback]
+    _fallbacks: Fallbacks
     _lock: Any
     _refused: dict[Signature, tuple[str, str]]
     _devices: dict[torch.device, Device | None]
@@ -87,7 +84,7 @@ class Engine(ModelFace):
         set_own("_progress", progress)
         set_own("_prepared", {})
         set_own("_folded", FoldedConstants())
-        set_own("_fallbacks", {})
+        set_own("_fallbacks", Fallbacks())
         set_own("_lock", MODEL_LOCK)
         set_own("_refused", {})
         set_own("_devices", {})
@@ -250,14 +247,7 @@ class Engine(ModelFace):
         if self._options.strict:
             raise FallbackError(f"{reason}, so the call would run eagerly; {remedy}")
         with self._lock:
-            seen = self._fallbacks.setdefault(reason, Fallback(reason, remedy))
-            seen.calls += 1
-        if warn and seen.calls == 1:
-            warnings.warn(
-                f"{self._callee.name} runs eagerly: {reason}. {remedy}",
-                NimbleWarning,
-                stacklevel=_level_of_caller(),
-            )
+            self._fallbacks.count(self._callee.name, reason, remedy, warn=warn)
 
     # ------------------------------------------------------------ preparing
 
@@ -474,7 +464,7 @@ class Engine(ModelFace):
             closed=self._closed,
             device=", ".join(sorted(map(str, self._devices))) or "cpu",
             signatures=tuple(prepared.account() for prepared in list(self._prepared.values())),
-            fallbacks=tuple(self._fallbacks.values()),
+            fallbacks=self._fallbacks.all(),
         )
 
     def _latest(self) -> Prepared:
@@ -509,12 +499,3 @@ class Engine(ModelFace):
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{len(self._prepared)} prepared"
         return f"<torch_nimble.Engine of {self._callee.name}, {state}>"
-
-
-def _level_of_caller() -> int:
-    """The `stacklevel` at which a warning points to the first line outside this package."""
-    package = str(Path(__file__).parent)
-    level, frame = 0, sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
-        level, frame = level + 1, frame.f_back
-    return level + 1

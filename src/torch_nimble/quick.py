@@ -8,6 +8,7 @@ and the call takes the long way. Only where a plan writes state or draws must th
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -31,7 +32,9 @@ def _count_fork() -> None:
     _forks[0] += 1
 
 
-os.register_at_fork(after_in_child=_count_fork)
+@functools.cache
+def _watch_forks() -> None:
+    os.register_at_fork(after_in_child=_count_fork)
 
 
 class QuickCall:
@@ -61,6 +64,7 @@ class QuickCall:
         self._is_single = isinstance(self._results, Leaf)
         self._writes = prepared.writes
         self._checks_first = prepared.writes or prepared.draws
+        _watch_forks()
         self._forks = _forks[0]
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -98,6 +98,22 @@ def assert_close(out: Any, ref: Any, tolerance: float | None = None) -> None:
         assert error <= allowed, f"output {i} is off by {error:.3g}, allowed is {allowed:.3g}"
 
 
+class Model(nn.Module):
+    """A module around a function of itself and the inputs."""
+
+    def __init__(self, function: Callable[..., Any], **members: Any) -> None:
+        super().__init__()
+        self._function = function
+        for name, value in members.items():
+            if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+                self.register_buffer(name, value)
+            else:
+                setattr(self, name, value)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(self, *args, **kwargs)
+
+
 def assert_equal(out: Any, ref: Any) -> None:
     """Bitwise the same."""
     assert_close(out, ref, tolerance=0.0)

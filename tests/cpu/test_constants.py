@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from cpu.helpers import assert_close, assert_equal, branches, eager, image, randomise_batch_norm
+from cpu.helpers import Model, assert_close, assert_equal, branches, eager, image, randomise_batch_norm
 from torch_nimble.capture import Adapter, Callee, Captured, capture
-from torch_nimble.lower import Ref
 from torch_nimble.lower import constants as constants_module
 from torch_nimble.lower.constants import Split, split_constants
 from torch_nimble.lower.passes import run_passes
 from torch_nimble.lower.passes.fold import fold_batch_norm
 from torch_nimble.lower.passes.merge import merge_equal
+from torch_nimble.lower.program import resolve
 from torch_nimble.tree import flatten_inputs
 
 # -------------------------------------------------------------------- captured graphs
@@ -56,7 +56,7 @@ def run_split(captured: Captured, split: Split, *args: Tensor) -> tuple[list[Ten
     values |= {name: source.tensor() for name, source in captured.constants.items()}
     with torch.no_grad():
         for call in split.folding:
-            args, kwargs = _resolved((call.args, dict(call.kwargs)), values)
+            args, kwargs = resolve((call.args, dict(call.kwargs)), values)
             values[call.name] = call.target(*args, **kwargs)
     given = {name: values[name] for name in split.given}
     for name, fake in split.given.items():
@@ -66,32 +66,6 @@ def run_split(captured: Captured, split: Split, *args: Tensor) -> tuple[list[Ten
     with torch.no_grad():
         module = fx.GraphModule(captured.owner, split.graph)
         return list(fx.Interpreter(module).run(*given.values())), given
-
-
-def _resolved(value: Any, values: Mapping[str, Any]) -> Any:
-    if isinstance(value, Ref):
-        return values[value.name]
-    if isinstance(value, tuple | list):
-        return type(value)(_resolved(item, values) for item in value)
-    if isinstance(value, dict):
-        return {key: _resolved(item, values) for key, item in value.items()}
-    return value
-
-
-class Model(nn.Module):
-    """A module around a function of itself and the inputs."""
-
-    def __init__(self, function: Callable[..., Any], **members: Any) -> None:
-        super().__init__()
-        self._function = function
-        for name, value in members.items():
-            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-                self.register_buffer(name, value)
-            else:
-                setattr(self, name, value)
-
-    def forward(self, *args: Tensor) -> Any:
-        return self._function(self, *args)
 
 
 def as_list(results: Any) -> list[Tensor]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import torch_nimble as nimble
 from cpu.helpers import (
     Call,
+    Model,
     assert_close,
     assert_equal,
     assert_matches_eager,
@@ -26,22 +27,6 @@ from cpu.helpers import (
     image,
     tensors_in,
 )
-
-
-class Model(nn.Module):
-    """A module around a function of itself and the inputs."""
-
-    def __init__(self, function: Callable[..., Any], **members: Any) -> None:
-        super().__init__()
-        self._function = function
-        for name, value in members.items():
-            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-                self.register_buffer(name, value)
-            else:
-                setattr(self, name, value)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(self, *args, **kwargs)
 
 
 def rows(*shape: int) -> Callable[[], tuple[Tensor, ...]]:

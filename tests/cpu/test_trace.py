@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cpu.helpers import assert_equal
 from torch_nimble.errors import LoweringError
-from torch_nimble.lower.program import GENERATOR, Call, Ref
+from torch_nimble.lower.program import GENERATOR, Call, Ref, resolve
 from torch_nimble.lower.trace import Kernel, Recorder, Recording, reinterpret
 from torch_nimble.regions import Region
 from torch_nimble.taskgraph import TaskGraph
@@ -116,18 +116,8 @@ def _call(calls: Sequence[Call], values: dict[str, Any]) -> None:
     with torch.no_grad():
         for call in calls:
             assert call.name not in values
-            args, kwargs = _resolved((call.args, dict(call.kwargs)), values)
+            args, kwargs = resolve((call.args, dict(call.kwargs)), values)
             values[call.name] = call.target(*args, **kwargs)
-
-
-def _resolved(value: Any, values: Mapping[str, Any]) -> Any:
-    if isinstance(value, Ref):
-        return values[value.name]
-    if isinstance(value, tuple | list):
-        return type(value)(_resolved(item, values) for item in value)
-    if isinstance(value, dict):
-        return {key: _resolved(item, values) for key, item in value.items()}
-    return value
 
 
 def graph_of(recording: Recording) -> TaskGraph:

@@ -24,6 +24,7 @@ from torch_nimble.devices.base import (
 )
 from torch_nimble.devices.layout import faster_layout
 from torch_nimble.errors import FallbackError, LoweringError, PlanError
+from torch_nimble.execute.check import tf32_tolerance
 from torch_nimble.execute.cuda import Binding, CudaExecutable
 from torch_nimble.execute.measure import Timing, race
 from torch_nimble.execute.room import Room
@@ -54,8 +55,6 @@ _SPARE_MEMORY = 1.35
 # What cuBLAS takes for each stream it works on, on the GPUs that take most.
 _WORKSPACE_BYTES = 32 << 20
 _USES_WORKSPACE = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "_scaled_mm")
-# Rounding of matrix products: TF32 keeps ten bits.
-_TF32_ERROR = 2e-2
 
 
 class CudaDevice(Device):
@@ -152,8 +151,7 @@ class CudaDevice(Device):
 
     def allowed_error(self, dtype: torch.dtype) -> float | None:
         """More for float32 where products may be rounded to TF32."""
-        tf32 = matmul_may_use_tf32() or convolutions_may_use_tf32()
-        return _TF32_ERROR if dtype == torch.float32 and tf32 else None
+        return tf32_tolerance(dtype)
 
     def notes(self) -> tuple[str, ...]:
         """What torch's flags cost."""

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from torch_nimble.flags import convolutions_may_use_tf32, matmul_may_use_tf32
+
 # ‖out − eager‖ / ‖eager‖ that folding and another order of additions can cause, with room for deep
 # networks. A wrong plan is off by orders of magnitude more: it reads memory nobody has written yet.
 TOLERANCE = {
@@ -16,6 +18,16 @@ TOLERANCE = {
     torch.complex64: 1e-3,
     torch.complex128: 1e-9,
 }
+
+
+# Rounding of matrix products and convolutions: TF32 keeps ten bits.
+_TF32_TOLERANCE = 2e-2
+
+
+def tf32_tolerance(dtype: torch.dtype) -> float | None:
+    """The error to allow on a GPU where torch may round float32 to TF32; None for the usual one."""
+    may_round = matmul_may_use_tf32() or convolutions_may_use_tf32()
+    return _TF32_TOLERANCE if dtype == torch.float32 and may_round else None
 
 
 def relative_error(result: torch.Tensor, reference: torch.Tensor) -> float:
