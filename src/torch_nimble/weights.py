@@ -19,13 +19,13 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
-from torch._C._dynamo.guards import dict_version
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torch_nimble.capture import MODEL_LOCK, Source
 from torch_nimble.execute.autocast import autocast_off
 from torch_nimble.lower import Program, Ref
 from torch_nimble.lower.program import resolve
+from torch_nimble.touched import Tables
 
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 
@@ -275,30 +275,23 @@ def _looks(tensors: list[Any]) -> list[Any]:
 class Tripwire:
     """Tells quickly that nothing was touched since it was made; if not, look at what changed.
 
-    Python counts the changes of every dict, and Dynamo's guards can read that count: one look at each
-    table of each module stands for all its entries. Setting an attribute to what it was trips it too.
+    Setting an attribute to what it was trips it too.
     """
 
     def __init__(self, modules: ModuleWatch, watch: Watch) -> None:
-        self._modules = modules
         self._watch = watch
-        inner = [t for m in modules.modules for t in (m._parameters, m._buffers, m._modules) if t]
-        self._tables = [*modules._tables, *inner]
-        self._touched = self._touched_now()
+        inner = [t for m in modules.modules for t in (m._parameters, m._buffers, m._modules)]
+        self._tables = Tables([*modules._tables, *modules._hooks, *inner])
         self._all = list(range(len(watch._located)))
-
-    def _touched_now(self) -> list[int]:
-        return list(map(dict_version, self._tables))
 
     def untouched(self) -> bool:
         """Whether no table, tensor, hook or optimizer has done anything."""
         watch = self._watch
         return (
-            self._modules._hook_keys == self._modules._hook_keys_now()
+            self._tables.untouched()
             and watch._steps == _optimizer_steps[0]
             and watch._versions == list(map(_VERSION, watch._counted))
             and _same_addresses(watch._located, watch._addresses, self._all)
-            and self._touched == self._touched_now()
         )
 
 

@@ -240,12 +240,17 @@ def compile_with(
     import torch._functorch.config as functorch_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
+    parameters: set[str] = set()
+
     def inner(*args: Any, **kwargs: Any) -> Any:
         static = frozenset(kwargs.get("static_input_idxs") or ())
+        names = [node.name for node in args[0].graph.nodes if node.op == "placeholder"]
         if kwargs.get("is_backward"):
-            # Inductor counts what forward saved among them, which is in another place each time.
-            names = [node.name for node in args[0].graph.nodes if node.op == "placeholder"]
-            static = frozenset(i for i in static if names[i].startswith("primals"))
+            # Inductor counts what forward saved among them, which is in another place each time,
+            # and forward's own inputs among that.
+            static = frozenset(i for i in static if names[i] in parameters)
+        else:
+            parameters.update(names[i] for i in static)
         compiled: Any = compile_fx_inner(*args, **kwargs)
         replaced = schedule(compiled, static)
         if replaced is not None:

@@ -1,0 +1,92 @@
+"""One look at a counter stands for thousands of dicts, where the counter allows it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from torch_nimble import touched
+from torch_nimble.touched import Tables
+
+
+class Watcher:
+    """Versions as Dynamo has them since Python 3.12; changes of watched dicts are told by `changed`."""
+
+    def __init__(self) -> None:
+        self.next = 1
+        self.versions: dict[int, int] = {}
+        self.asked = 0
+        self._seen: list[dict[Any, Any]] = []
+
+    def version(self, table: dict[Any, Any]) -> int:
+        self.asked += 1
+        self._seen.append(table)  # so that no two have one id
+        if id(table) not in self.versions:
+            self.versions[id(table)] = self._number()
+        return self.versions[id(table)]
+
+    def _number(self) -> int:
+        self.next += 1
+        return self.next - 1
+
+    def changed(self, table: dict[Any, Any]) -> None:
+        if id(table) in self.versions:
+            self.versions[id(table)] = self._number()
+
+
+@pytest.fixture
+def watcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watcher]:
+    made = Watcher()
+    monkeypatch.setattr(touched, "dict_version", made.version)
+    monkeypatch.setattr(touched, "counts_watched_only", lambda: True)
+    touched._clock.cache_clear()
+    yield made
+    touched._clock.cache_clear()
+
+
+def test_one_look_for_all(watcher: Watcher) -> None:
+    tables = [{i: i} for i in range(100)]
+    watched = Tables(tables)
+    before = watcher.asked
+    assert watched.untouched()
+    assert watcher.asked == before + 1
+    watcher.changed(tables[7])
+    assert not watched.untouched()
+    assert not watched.untouched()
+
+
+def test_changes_elsewhere_cost_a_look_at_each_once(watcher: Watcher) -> None:
+    mine, others = [{i: i} for i in range(10)], [{0: 0}]
+    watched, other = Tables(mine), Tables(others)
+    watcher.changed(others[0])
+    assert watched.untouched()
+    before = watcher.asked
+    assert watched.untouched()
+    assert watcher.asked == before + 1
+    assert not other.untouched()
+
+
+def test_those_who_look_do_not_disturb_each_other(watcher: Watcher) -> None:
+    first, second = Tables([{0: 0}] * 50), Tables([{1: 1}] * 50)
+    assert all(tables.untouched() for tables in (first, second))
+    before = watcher.asked
+    assert all(tables.untouched() for tables in (first, second, first))
+    assert watcher.asked == before + 3
+
+
+def test_with_the_versions_of_this_python() -> None:
+    tables: list[dict[str, int]] = [{}, {"a": 1}, OrderedDict(b=2)]
+    for change in (
+        lambda: tables[0].update(a=1),
+        lambda: tables[1].pop("a"),
+        lambda: tables[2].__setitem__("b", 3),
+        lambda: tables[2].clear(),
+    ):
+        watched = Tables(tables)
+        assert watched.untouched()
+        change()
+        assert not watched.untouched()
+    assert Tables(tables).untouched()
