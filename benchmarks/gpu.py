@@ -677,8 +677,11 @@ def measure(arguments: argparse.Namespace, launch: Launch = launch) -> list[Json
     writing = threading.Lock()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.parallel) as pool:
         turn = str(Path(folder, "turn")) if arguments.parallel > 1 else ""
-        made = pool.map(one, [replace(p, turn=turn) for p, _ in todo], [e for _, e in todo])
-        known += [entry for entry in made if entry is not None]
+        # Who measures waits for all that prepare, so those who prepare begin together.
+        for first in range(0, len(todo), arguments.parallel):
+            wave = todo[first : first + arguments.parallel]
+            made = pool.map(one, [replace(part, turn=turn) for part, _ in wave], [e for _, e in wave])
+            known += [entry for entry in made if entry is not None]
     return known
 
 

@@ -47,7 +47,10 @@ class Prepared:
         self.closed = False
 
     def _watch_now(self) -> Watch:
-        return Watch(self._program.sources, self._program.state, self._modules)
+        program = self._program
+        used = program.constants | program.state | {name for c in program.folding for name in c.refs()}
+        sources = {name: source for name, source in program.sources.items() if name in used}
+        return Watch(sources, program.state, self._modules)
 
     @property
     def writes(self) -> bool:

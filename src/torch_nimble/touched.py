@@ -4,8 +4,9 @@ A network keeps its parameters, buffers, submodules, attributes and hooks in tho
 guards can tell the version of a dict, which moves with each change. Since Python 3.12 Dynamo has these
 versions from a watcher: one counter, moved by changes of watched dicts only, from which each of them
 takes its version. A dict nobody has seen takes the next number, so asking for the version of a new one
-reads the counter, and one look stands for all dicts. With older Pythons, where every dict of the process
-moves the counter, and wherever it does not behave so, each dict is looked at.
+reads the counter, and one look stands for all dicts; all but the empty ones, for to fill those by
+`update` is told to watchers as something else. With older Pythons, where every dict of the process moves
+the counter, and wherever it does not behave so, each dict is looked at.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class Tables:
 
     def __init__(self, tables: Sequence[dict[Any, Any]]) -> None:
         self._tables = tables
+        self._empty = [table for table in tables if not table]
         self._versions_now()  # from now on they are watched
         self._time = self._now()
         self._versions = self._versions_now()
@@ -73,6 +75,8 @@ class Tables:
 
     def untouched(self) -> bool:
         """Whether no dict was changed since this was made, not even to what it was."""
+        if any(self._empty):
+            return False
         time = self._now()
         if time is None or time != self._time:
             if self._versions != self._versions_now():
