@@ -101,6 +101,109 @@ def plan(
 
 
 @app.command()
+def bench(
+    targets: Annotated[
+        list[str] | None, typer.Argument(help="Networks of the zoo, or package.module:name.")
+    ] = None,
+    suite: Annotated[
+        str, typer.Option(help="quick, paper, modern, batch, cpu; several with commas.")
+    ] = "",
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option("--input", help="An input of the target, such as 1x3x224x224. Repeatable."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of fp32, fp16, bf16, with commas.")] = "",
+    batch: Annotated[str, typer.Option(help="Batch sizes, with commas.")] = "",
+    against: Annotated[
+        str,
+        typer.Option(
+            help="Of eager, cudagraph, compile, reduce-overhead, max-autotune, xla, onnxruntime, "
+            "nimble-serial, with commas."
+        ),
+    ] = "",
+    measure: Annotated[
+        str,
+        typer.Option(
+            help="speed: latency, energy, idle time, errors. cost: preparation, cold and warm; memory. "
+            "plan: a saved plan in a new process. call: the host's share of a call."
+        ),
+    ] = "speed",
+    rounds: Annotated[int, typer.Option(min=3, help="Interleaved rounds.")] = 15,
+    out: Annotated[
+        Path, typer.Option(help="Folder of the record. What it has already is not measured again.")
+    ] = Path("torch-nimble-bench"),
+    again: Annotated[bool, typer.Option("--again", help="Measure once more what it has.")] = False,
+    device: Annotated[
+        str | None, typer.Option(help="cuda or cpu; a GPU if there is one, unless given.")
+    ] = None,
+    parallel: Annotated[
+        int, typer.Option(min=1, help="Processes that prepare at once; each still measures alone.")
+    ] = 1,
+    signatures: Annotated[
+        int, typer.Option(min=1, max=8, help="With --measure cost: batch sizes to prepare for.")
+    ] = 1,
+    cudnn_benchmark: Annotated[
+        bool, typer.Option("--cudnn-benchmark", help="Let cuDNN try algorithms, for all systems.")
+    ] = False,
+    seconds: Annotated[
+        float | None, typer.Option(help="Begin nothing new after this time; run again to go on.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds that one process may take.")] = 900,
+    commit: Annotated[str, typer.Option(help="What is measured, if that is no git checkout.")] = "",
+    rendered: Annotated[
+        Path | None,
+        typer.Option("--render", help="Only make the page and the plots of this record; needs no GPU."),
+    ] = None,
+    docs: Annotated[
+        list[Path] | None,
+        typer.Option(help="With --render: put the tables between the markers of this file. Repeatable."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure against eager, CUDA graphs, torch.compile and others, side by side."""
+    from torch_nimble.bench import command
+
+    console = Console(stderr=as_json, highlight=False)
+    if rendered is not None:
+        made = command.render(rendered, docs or [], console)
+        if as_json:
+            typer.echo(json.dumps({"written": [str(path) for path in made]}, indent=1))
+        return
+    from torch_nimble.bench import runner, suites
+
+    cases = suites.cases_of(
+        targets or [],
+        command.names(suite),
+        command.names(dtype),
+        command.numbers(batch, "--batch"),
+        inputs or [],
+    )
+    wanted = runner.Wanted(
+        cases,
+        out,
+        measures=command.names(measure),
+        against=command.names(against),
+        device=device or runner.device_here(),
+        rounds=rounds,
+        signatures=signatures,
+        parallel=parallel,
+        again=again,
+        seconds=seconds if seconds is not None else float("inf"),
+        timeout_s=timeout,
+        cudnn_benchmark=cudnn_benchmark,
+        commit=commit,
+    )
+    entries = runner.run(wanted, console)
+    if as_json:
+        typer.echo(json.dumps({"record": str(out), "entries": entries}, indent=1))
+    else:
+        command.show(entries, console)
+        console.print(f"record: {out}; torch-nimble bench --render {out} makes a page of it")
+    if any("error" in entry for entry in entries):
+        raise typer.Exit(1)
+
+
+@app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

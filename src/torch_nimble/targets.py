@@ -64,11 +64,11 @@ def load_target(target: str, inputs: Sequence[str] = (), dtype: str | None = Non
     return found if dtype is None else _converted(found, dtype)
 
 
-def make_inputs(specs: Sequence[str]) -> tuple[torch.Tensor, ...]:
-    """Random tensors for shapes such as `1x3x224x224` or `1x128:int64`, from a fixed seed."""
+def make_inputs(specs: Sequence[str], seed: int = 0) -> tuple[torch.Tensor, ...]:
+    """Random tensors for shapes such as `1x3x224x224` or `1x128:int64`."""
     import torch
 
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     made = []
     for spec in specs:
         match = _INPUT.fullmatch(spec)

@@ -1,0 +1,177 @@
+"""Records of measurements: lines of JSON, one for each target, dtype, batch and kind of measurement.
+
+docs/benchmarks.md describes the fields. Nothing here needs torch or a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch_nimble.errors import InputError
+
+SCHEMA = "torch-nimble/bench/1"
+MEASURES = ("speed", "cost", "plan", "call")
+SYSTEMS = (
+    "eager",
+    "cudagraph",
+    "compile",
+    "reduce-overhead",
+    "max-autotune",
+    "xla",
+    "onnxruntime",
+    "nimble-serial",
+    "nimble",
+)
+"""All that can be measured, in the order of tables and plots."""
+
+HEAD = (
+    "schema",
+    "measure",
+    "target",
+    "dtype",
+    "batch",
+    "load",
+    "run",
+    "date",
+    "commit",
+    "machine",
+    "versions",
+    "settings",
+)
+"""What every line has, besides what was measured."""
+
+Json = dict[str, Any]
+Key = tuple[str, str, str, int, bool]
+
+
+def plain(value: Any) -> Any:
+    """As JSON can have it: what is not finite becomes null."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if isinstance(value, int | str | None) else str(value)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which that share lies, interpolated between neighbours."""
+    ordered = sorted(values)
+    low, part = divmod(share * (len(ordered) - 1), 1)
+    high = min(int(low) + 1, len(ordered) - 1)
+    return ordered[int(low)] + (ordered[high] - ordered[int(low)]) * part
+
+
+# ------------------------------------------------------------ files
+
+
+def files_of(place: Path) -> list[Path]:
+    """The files of a record: a file, or all of a folder that end in .jsonl."""
+    return sorted(place.glob("*.jsonl")) if place.is_dir() else [place]
+
+
+def read(place: Path) -> list[Json]:
+    """All lines of a record, oldest first."""
+    if not place.exists():
+        raise InputError(f"there is no record at {place}; `torch-nimble bench --out {place}` makes one")
+    entries = [entry for file in files_of(place) for entry in parse(file)]
+    return sorted(entries, key=lambda entry: str(entry["date"]))
+
+
+def parse(file: Path) -> list[Json]:
+    """The lines of a file; one that cannot be used is an error that names it."""
+    entries = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            entry = json.loads(line)
+            if not isinstance(entry, dict):
+                raise ValueError(f"it is {type(entry).__name__}, not an object")
+            missing = [field for field in HEAD if field not in entry]
+            if missing:
+                raise ValueError(f"it has no {', '.join(missing)}")
+            if entry["schema"] != SCHEMA or entry["measure"] not in MEASURES:
+                raise ValueError(f"it is {entry['schema']}, {entry['measure']}; this reads {SCHEMA}")
+        except ValueError as error:
+            raise InputError(
+                f"line {number} of {file} cannot be used: {error}; remove the line"
+            ) from error
+        entries.append(entry)
+    return entries
+
+
+def append(file: Path, entry: Json) -> None:
+    """Add a line; the folder is made if it is missing."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a", encoding="utf-8") as out:
+        out.write(json.dumps(plain(entry), allow_nan=False, ensure_ascii=False) + "\n")
+
+
+# ------------------------------------------------------------ what belongs together
+
+
+def identity(entry: Json) -> str:
+    """Equal for two lines that measure the same code on the same machine under the same settings."""
+    return json.dumps([entry[field] for field in HEAD if field != "date"], sort_keys=True)
+
+
+def key_of(entry: Json) -> Key:
+    """What a line measures, whenever and wherever that was."""
+    return entry["measure"], entry["target"], entry["dtype"], entry["batch"], entry["load"]
+
+
+def latest(entries: Iterable[Json]) -> dict[Key, Json]:
+    """The newest line for each thing measured; a failed process replaces nothing."""
+    kept: dict[Key, Json] = {}
+    for entry in entries:
+        key = key_of(entry)
+        if key not in kept or "error" in kept[key] or "error" not in entry:
+            kept[key] = entry
+    return kept
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times faster, with the quartiles of the same ratio round by round."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f}× ({self.low:.2f}–{self.high:.2f})"
+
+
+def faster(entry: Json, system: str, than: str) -> Ratio | None:
+    """How many times faster a system was than another; None if either was not measured."""
+    fast, slow = entry.get("systems", {}).get(system, {}), entry.get("systems", {}).get(than, {})
+    if not (fast.get("p50_us") and slow.get("p50_us")):
+        return None
+    pairs = zip(slow["rounds"], fast["rounds"], strict=True)
+    rounds = [a["p50_us"] / b["p50_us"] for a, b in pairs]
+    low, high = percentile(rounds, 0.25), percentile(rounds, 0.75)
+    return Ratio(slow["p50_us"] / fast["p50_us"], low, high)
+
+
+def disagreement(entries: Iterable[Json], system: str, than: str) -> dict[Key, float]:
+    """How far repeated runs are apart in a ratio: largest over smallest, less one."""
+    found: dict[Key, list[float]] = {}
+    newest = latest(entries := list(entries))
+    for entry in entries:
+        ratio = faster(entry, system, than)
+        if ratio is not None and entry["commit"] == newest[key_of(entry)]["commit"]:
+            found.setdefault(key_of(entry), []).append(ratio.value)
+    return {key: max(v) / min(v) - 1 for key, v in found.items() if len(v) > 1}
+
+
+def value_at(entry: Json, path: str) -> Any:
+    """What lies at a dotted path in a line or in its systems; None where nothing does."""
+    here: Any = {**entry.get("systems", {}), **entry}
+    for step in path.split("."):
+        here = here.get(step) if isinstance(here, dict) else None
+    return here

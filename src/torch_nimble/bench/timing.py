@@ -1,0 +1,77 @@
+"""Times of calls: whole calls, calls in a row, and what is said of them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Sequence
+
+import torch
+
+from torch_nimble.bench.record import Json, percentile
+from torch_nimble.bench.subject import Call, Inputs, Subject
+
+SETTLE = 5
+_ROUND_US, _CALLS_AT_LEAST, _ENQUEUED_AT_MOST = 75_000, 20, 100
+
+
+class Stopwatch:
+    """Takes rounds of one system, all with the same number of calls."""
+
+    def __init__(self, subject: Subject, call: Call, supply: Sequence[Inputs]) -> None:
+        self._subject = subject
+        self._call = call
+        self._supply = supply
+        self._count = 0
+        self._rounds: list[tuple[list[float], float | None]] = []
+
+    def take_round(self) -> None:
+        """Some calls to settle, then the timed ones, then as many that nobody waits for."""
+        settled = self._calls(SETTLE)
+        if not self._count:
+            self._count = max(_CALLS_AT_LEAST, math.ceil(_ROUND_US / statistics.median(settled)))
+        latencies = self._calls(self._count)
+        self._rounds.append((latencies, self._enqueued(min(self._count, _ENQUEUED_AT_MOST))))
+
+    def _calls(self, count: int) -> list[float]:
+        """Microseconds of whole calls, each synchronised."""
+        taken = []
+        for args, kwargs in itertools.islice(itertools.cycle(self._supply), count):
+            start = time.perf_counter()
+            out = self._call(*args, **kwargs)
+            self._subject.synchronize()
+            taken.append((time.perf_counter() - start) * 1e6)
+            del out
+        return taken
+
+    def _enqueued(self, count: int) -> float | None:
+        """Microseconds of device time a call, in a row of calls that nobody waits for."""
+        if self._subject.part.device != "cuda":
+            return None
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._subject.synchronize()
+        begin.record()
+        for args, kwargs in itertools.islice(itertools.cycle(self._supply), count):
+            self._call(*args, **kwargs)
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end) * 1e3 / count)
+
+    def summary(self) -> Json:
+        """What all rounds say together."""
+        return summary(self._rounds)
+
+
+def summary(rounds: Sequence[tuple[Sequence[float], float | None]]) -> Json:
+    """p50 and p99 over the calls of all rounds, the median device time, and every round."""
+    together = [us for latencies, _ in rounds for us in latencies]
+    device = [us for _, us in rounds if us is not None]
+    middle = statistics.median(device) if device else None
+    each = [{"calls": len(us), **_percentiles(us), "device_us": d} for us, d in rounds]
+    return {**_percentiles(together), "device_us": middle, "rounds": each}
+
+
+def _percentiles(values: Sequence[float]) -> Json:
+    return {"p50_us": percentile(values, 0.5), "p99_us": percentile(values, 0.99)}

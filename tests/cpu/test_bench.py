@@ -1,0 +1,484 @@
+"""The benchmark without a GPU: statistics, records, suites, the order of work, and runs on the CPU."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import threading
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from typer.testing import CliRunner
+
+from cpu.bench_targets import SHAPE, SMALL
+from torch_nimble import zoo
+from torch_nimble.bench import command, gpu, record, runner, suites, systems, timing, worker
+from torch_nimble.bench.record import Json
+from torch_nimble.bench.subject import Part, Subject
+from torch_nimble.bench.suites import Case
+from torch_nimble.cli import app
+from torch_nimble.errors import InputError, OptionError
+from torch_nimble.tree import flatten_output
+
+CASE = Case(SMALL, inputs=(SHAPE,))
+PART = Part("speed", CASE, "cpu", ("eager", "nimble-serial", "nimble"), rounds=2)
+QUIET = Console(quiet=True)
+
+
+def line(measure: str = "speed", target: str = "resnet50", **more: Any) -> Json:
+    """A line of a record, made up."""
+    head: Json = dict.fromkeys(record.HEAD)
+    head |= {"schema": record.SCHEMA, "measure": measure, "target": target, "dtype": "fp32"}
+    head |= {
+        "batch": 1,
+        "load": False,
+        "run": 1,
+        "date": "2026-11-15T12:00:00Z",
+        "commit": "0123456789ab",
+    }
+    return {**head, "machine": {}, "versions": {}, "settings": {}, **more}
+
+
+def timed(*rounds_us: float) -> Json:
+    return timing.summary([([us, us, us], us - 10) for us in rounds_us])
+
+
+# ------------------------------------------------------------ statistics
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50), st.floats(0, 1))
+def test_percentiles_are_numpy_s(values: list[float], share: float) -> None:
+    assert record.percentile(values, share) == pytest.approx(
+        np.percentile(values, 100 * share), abs=1e-6
+    )
+
+
+def test_a_summary_pools_the_calls_of_all_rounds_and_keeps_each_round() -> None:
+    found = timing.summary([([1.0, 2.0, 3.0], 7.0), ([10.0] * 7, 9.0)])
+    assert found["p50_us"] == 10
+    assert found["device_us"] == 8
+    assert [entry["p50_us"] for entry in found["rounds"]] == [2, 10]
+    assert [entry["calls"] for entry in found["rounds"]] == [3, 7]
+    assert timing.summary([([1.0], None)])["device_us"] is None
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=12))
+def test_covered_counts_every_moment_once(pairs: list[tuple[int, int]]) -> None:
+    spans = [(min(pair), max(pair)) for pair in pairs]
+    moments = {moment for start, end in spans for moment in range(start, end)}
+    assert gpu.covered(spans) == len(moments)
+
+
+@pytest.mark.parametrize(
+    ("ours", "peer", "accepted"),
+    [
+        ([1.4e-3, 1e-3], [1e-3, 1e-3], True),
+        ([1e-3, 1.6e-3], [1e-3, 1e-3], False),  # each input by itself
+        ([9e-7, 9e-7], [1e-8, 1e-8], True),  # below the floor
+        ([math.inf, 1e-3], [math.inf, 1e-3], False),
+        ([math.nan, 1e-3], [1e-3, 1e-3], False),
+    ],
+)
+def test_our_error_is_held_against_torch_compile_s(
+    ours: list[float], peer: list[float], accepted: bool
+) -> None:
+    errors = {"eager": [1.0, 1.0], "reduce-overhead": peer, "nimble": ours}
+    found = worker.verdict(errors, 1.0)
+    assert found["accepted"] is accepted
+    assert found["against"] == "reduce-overhead"
+
+
+def test_the_verdict_says_whether_the_check_could_fail() -> None:
+    errors = {"eager": [1e-3], "nimble": [1e-3]}
+    assert worker.verdict(errors, 0.2)["check_can_fail"] is True
+    assert worker.verdict(errors, 0.1)["check_can_fail"] is False
+    assert worker.verdict(errors, 0.2)["against"] == "eager"
+    assert worker.verdict({"compile": [1e-3]}, 0.2)["accepted"] is False
+
+
+def test_results_handed_out_are_copies_of_the_same_kind() -> None:
+    x = torch.ones(2)
+    outs = (x, (x, [x]), {"a": x, "b": None})
+    for out in outs:
+        found, _ = flatten_output(systems.owned(copy.copy(out)))
+        assert all(torch.equal(tensor, x) and tensor is not x for tensor in found)
+        assert type(systems.owned(copy.copy(out))) is type(out)
+
+
+# ------------------------------------------------------------ records
+
+
+def test_what_is_not_finite_becomes_null() -> None:
+    found = record.plain({"a": [math.inf, 1.5, (math.nan,)], "b": torch.float32, "c": None, "d": True})
+    assert found == {"a": [None, 1.5, [None]], "b": "torch.float32", "c": None, "d": True}
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+
+
+def test_a_record_is_read_from_all_files_of_a_folder(tmp_path: Path) -> None:
+    record.append(tmp_path / "b.jsonl", line(date="2026-11-15T12:00:00Z"))
+    record.append(tmp_path / "a.jsonl", line(date="2026-11-15T13:00:00Z"))
+    assert [entry["date"][11:13] for entry in record.read(tmp_path)] == ["12", "13"]
+    assert len(record.read(tmp_path / "a.jsonl")) == 1
+    with pytest.raises(InputError, match="no record at"):
+        record.read(tmp_path / "missing")
+
+
+def test_a_line_that_is_no_record_is_refused_with_its_number(tmp_path: Path) -> None:
+    good = line()
+    bare = {field: value for field, value in good.items() if field != "commit"}
+    bad_lines = {
+        "no commit": json.dumps(bare),
+        "other/2": json.dumps(good | {"schema": "other/2"}),
+        "gossip": json.dumps(good | {"measure": "gossip"}),
+        "Expecting": "{",
+        "it is list": "[]",
+    }
+    for reason, text in bad_lines.items():
+        file = tmp_path / "bench.jsonl"
+        file.write_text(f"{json.dumps(good)}\n{text}\n")
+        with pytest.raises(InputError, match=rf"line 2 of .*{reason}"):
+            record.parse(file)
+
+
+def test_a_newer_line_replaces_an_older_one_unless_it_failed() -> None:
+    older, newer = line(mark=1), line(mark=2)
+    failed = line(error="exit status 1: gone")
+    other = line(target="nasnet-a-mobile", mark=3)
+    found = record.latest([failed, older, newer, failed, other])
+    assert [entry["mark"] for entry in found.values()] == [2, 3]
+
+
+def test_lines_of_other_code_versions_or_settings_are_not_the_same() -> None:
+    entry = line()
+    assert record.identity(entry) == record.identity(entry | {"date": "later", "systems": {}})
+    for change in ({"commit": "x"}, {"versions": {"a": 1}}, {"settings": {"a": 1}}, {"run": 2}):
+        assert record.identity(entry) != record.identity(entry | change)
+
+
+def test_ratios_come_with_the_quartiles_of_the_rounds() -> None:
+    entry = line(systems={"eager": timed(900, 1000, 1100), "nimble": timed(100, 100, 100), "xla": {}})
+    ratio = record.faster(entry, "nimble", "eager")
+    assert ratio == record.Ratio(10.0, 9.5, 10.5)
+    assert str(ratio) == "10.00× (9.50–10.50)"
+    assert record.faster(entry, "nimble", "xla") is None
+    assert record.faster(entry, "nimble", "compile") is None
+
+
+def test_repeated_runs_of_the_same_code_are_compared() -> None:
+    def run(number: int, commit: str, us: float) -> Json:
+        systems = {"eager": timed(1000), "nimble": timed(us)}
+        return line(run=number, commit=commit, systems=systems)
+
+    entries = [run(1, "old", 500), run(1, "new", 100), run(2, "new", 104)]
+    (found,) = record.disagreement(entries, "nimble", "eager").values()
+    assert found == pytest.approx(0.04)
+    assert record.disagreement(entries[:2], "nimble", "eager") == {}
+
+
+# ------------------------------------------------------------ suites
+
+
+def test_suites_hold_networks_of_the_zoo_and_known_systems() -> None:
+    for cases in suites.SUITES.values():
+        assert len(set(cases)) == len(cases)
+        for case in cases:
+            assert case.target in zoo.NAMES
+            assert case.dtype in runner.DTYPES
+            assert set(case.extra) <= set(record.SYSTEMS)
+    assert set(suites.PAPER_SPEEDUPS) <= {case.target for case in suites.SUITES["paper"]}
+
+
+def test_cases_are_those_of_suites_and_targets_each_once() -> None:
+    found = suites.cases_of(["resnet50"], ["paper"], ["fp16"], [], [])
+    assert {case.dtype for case in found} == {"fp16"}
+    assert [case.target for case in found].count("resnet50") == 1
+    assert [c.batch for c in suites.cases_of(["gpt2"], [], [], [1, 4], [])] == [1, 4]
+    with pytest.raises(OptionError, match="'papers' is not known"):
+        suites.cases_of([], ["papers"], [], [], [])
+    with pytest.raises(OptionError, match="for one target, and 2"):
+        suites.cases_of(["a:b", "c:d"], [], [], [], ["1x3"])
+    with pytest.raises(OptionError, match="no training step"):
+        suites.cases_of([], ["training"], [], [], [])
+
+
+# ------------------------------------------------------------ the order of work
+
+
+class Launches:
+    """Takes the place of processes: notes what is asked, and answers."""
+
+    def __init__(self, answer: Json) -> None:
+        self.answer = answer
+        self.parts: list[Part] = []
+        self.caches: list[str] = []
+
+    def __call__(self, part: Part, *stage: object, cache: str = "", timeout_s: float = 0) -> Json:
+        self.parts.append(part)
+        self.caches.append(cache)
+        return dict(self.answer)
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, out: Path, answer: Json, **more: Any) -> list[str]:
+    """The networks that a run measures."""
+    launches = Launches(answer)
+    monkeypatch.setattr(runner, "launch", launches)
+    cases = [Case("resnet50"), Case("googlenet")]
+    runner.run(runner.Wanted(cases, out, **{"device": "cpu", "commit": "a", **more}), QUIET)
+    return [part.case.target for part in launches.parts]
+
+
+def test_a_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def again(answer: Json, **more: Any) -> list[str]:
+        return measured(monkeypatch, tmp_path / "made", answer, **more)
+
+    both = ["resnet50", "googlenet"]
+    assert again({"error": "exit status 1"}) == both
+    assert again({"systems": {"nimble": {"error": "x"}}}) == both  # processes had failed
+    assert again({}) == []  # a system that failed is a result
+    assert again({}, commit="b") == both
+    assert again({}, rounds=7) == both
+    assert again({}, against=["eager"]) == both
+    assert again({}, again=True) == both
+    assert again({}, again=True) == both
+    found = record.read(tmp_path / "made")
+    assert len(found) == 14
+    same = [e["run"] for e in found if record.identity(e | {"run": 1}) == record.identity(found[2])]
+    assert sorted(same) == [1, 1, 2, 3]
+
+
+def test_nothing_begins_after_the_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert measured(monkeypatch, tmp_path, {}, seconds=-1) == []
+
+
+def test_what_is_not_known_is_named(tmp_path: Path) -> None:
+    for cases, more, message in (
+        ([], {}, "name a target"),
+        ([CASE], {"against": ["tvm"]}, "'tvm' is not known"),
+        ([CASE], {"measures": ["haste"]}, "'haste' is not known"),
+        ([replace(CASE, dtype="fp8")], {}, "'fp8' is not known"),
+        ([CASE], {"device": "tpu"}, "'tpu' is not known"),
+        ([CASE], {"parallel": 2, "measures": ["cost"]}, "--parallel is for speed"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            runner.run(runner.Wanted(cases, tmp_path, **{"device": "cpu", **more}), QUIET)
+    assert not list(tmp_path.iterdir())
+
+
+def test_systems_are_those_asked_for_or_the_usual_ones() -> None:
+    def chosen(measure: str, case: Case = CASE, **more: Any) -> tuple[str, ...]:
+        return runner._systems(runner.Wanted([case], Path(), **more), measure, case)
+
+    usual = ("eager", "cudagraph", "compile", "reduce-overhead", "nimble-serial", "nimble")
+    assert chosen("speed") == usual
+    assert set(chosen("speed", replace(CASE, extra=("xla",)))) == {*usual, "xla"}
+    assert chosen("speed", replace(CASE, extra=("xla",)), against=["eager"]) == ("eager", "nimble")
+    assert chosen("speed", device="cpu") == ("eager", "onnxruntime", "nimble")
+    assert chosen("cost") == ("reduce-overhead", "nimble")
+    assert chosen("plan") == chosen("call") == ("nimble",)
+
+
+def test_cold_and_warm_share_a_cache_and_systems_do_not() -> None:
+    launches = Launches({"prepare_s": 1.0})
+    part = replace(PART, measure="cost", systems=("reduce-overhead", "nimble"))
+    found = runner._cold_and_warm(part, launches)
+    assert {name: list(notes) for name, notes in found["systems"].items()} == {
+        "reduce-overhead": ["cold", "warm"],
+        "nimble": ["cold", "warm"],
+    }
+    caches = launches.caches
+    assert caches[0] == caches[1] != caches[2] == caches[3]
+    assert [part.systems for part in launches.parts][::2] == [("reduce-overhead",), ("nimble",)]
+
+
+def test_a_plan_is_raced_in_a_second_process_if_the_first_made_one() -> None:
+    part = replace(PART, measure="plan")
+    launches = Launches({"explained": {"chosen": "serial"}})
+    assert runner._plan_then_race(part, launches)["planned"] == launches.answer
+    first, second = launches.parts
+    assert (first.measure, first.systems) == ("cost", ("nimble",))
+    assert (second.measure, second.systems) == ("plan", ("nimble-serial", "nimble"))
+    assert first.plan == second.plan != ""
+    failing = Launches({"error": "x"})
+    assert runner._plan_then_race(part, failing) == {"error": "x"}
+    assert len(failing.parts) == 1
+
+
+def test_a_process_that_fails_or_hangs_leaves_an_error() -> None:
+    part = replace(PART, measure="no such thing")
+    stages: list[str] = []
+    found = runner.launch(part, stages.append)
+    assert found["error"].startswith("exit status 1: ")
+    assert "KeyError: 'no such thing'" in found["error"]
+    assert stages[:1] == ["starting"]
+    assert runner.launch(part, stages.append, timeout_s=0.01)["error"].startswith("no end after 0 s")
+
+
+def test_a_part_reaches_its_process_unchanged() -> None:
+    part = replace(PART, case=replace(CASE, extra=("xla",), load=True))
+    assert Part.from_dict(json.loads(json.dumps(asdict(part)))) == part
+
+
+def test_measuring_waits_for_those_who_prepare(tmp_path: Path) -> None:
+    path = str(tmp_path / "turn")
+    preparing, measuring = worker.Turn(path), worker.Turn(path)
+    preparing.together()
+    order: list[str] = []
+
+    def measure() -> None:
+        measuring.follow("lower")
+        order.append("prepared")
+        measuring.follow("plan and measure tasks")
+        order.append("alone")
+        measuring.done()
+
+    thread = threading.Thread(target=measure)
+    thread.start()
+    time.sleep(0.2)
+    order.append("other done")
+    preparing.done()
+    thread.join(10)
+    assert order == ["prepared", "other done", "alone"]
+
+
+# ------------------------------------------------------------ runs on the CPU
+
+
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Part:
+    """A part that is timed for a moment."""
+    monkeypatch.setattr(timing, "_ROUND_US", 0)
+    monkeypatch.setattr(timing, "_CALLS_AT_LEAST", 3)
+    return replace(PART, cache=str(tmp_path))
+
+
+def test_inputs_are_other_ones_for_each_seed_and_the_same_each_time() -> None:
+    for case in (CASE, Case("bert-base", "fp16"), Case("mobilenet-v2", "bf16", batch=2)):
+        subject = Subject(replace(PART, case=case), None)
+        first, again, other = subject.inputs(1), subject.inputs(1), subject.inputs(2)
+        tensors = [list(flatten_output((args, kwargs))[0]) for args, kwargs in (first, again, other)]
+        assert all(torch.equal(a, b) for a, b in zip(tensors[0], tensors[1], strict=True))
+        assert not torch.equal(tensors[0][0], tensors[2][0])
+        assert tensors[0][0].shape[0] == case.batch
+
+
+def test_all_systems_are_prepared_checked_and_timed(brief: Part) -> None:
+    stages: list[str] = []
+    found = worker.work(brief, lambda entry: stages.append(entry["stage"]))
+    assert stages[0] == "preparing eager"
+    assert stages[-1] == "measuring"
+    assert found["inputs"] == [SHAPE]
+    assert found["check"]["accepted"] is True
+    assert found["check"]["check_can_fail"] is True
+    for notes in found["systems"].values():
+        assert [entry["calls"] for entry in notes["rounds"]] == [3, 3]
+        assert len(notes["errors"]) == 2
+        assert notes["relative_error"] < 1e-5
+        assert notes["ready_s"] >= notes["prepare_s"] > 0
+    assert found["systems"]["nimble"]["explained"]["facts"]["tasks"] > 0
+
+
+def with_make(monkeypatch: pytest.MonkeyPatch, name: str, make: systems.Make) -> None:
+    monkeypatch.setitem(systems.BY_NAME, name, replace(systems.BY_NAME[name], make=make))
+
+
+def test_a_system_that_fails_is_recorded_and_the_others_go_on(
+    brief: Part, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = 0
+
+    def out_of_streams(*_: object) -> Any:
+        raise RuntimeError("out of streams")
+
+    def breaks_down_in_the_race(subject: Subject, *_: object) -> Any:
+        def call(*args: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > 8:
+                raise RuntimeError("broke down")
+            return subject.model(*args)
+
+        return call
+
+    with_make(monkeypatch, "nimble", out_of_streams)
+    with_make(monkeypatch, "eager", breaks_down_in_the_race)
+    found = worker.work(brief)["systems"]
+    assert found["nimble"]["error"] == "RuntimeError: out of streams"
+    assert found["eager"]["error"] == "RuntimeError: broke down"
+    assert found["nimble-serial"]["p50_us"] > 0
+
+
+def test_a_wrong_result_is_not_accepted(brief: Part, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_make(monkeypatch, "nimble", lambda subject, *_: lambda x: subject.model(x * 1.01))
+    monkeypatch.setattr(worker, "explained", lambda call: {})
+    assert worker.work(brief)["check"]["accepted"] is False
+
+
+def test_a_plan_that_was_saved_is_raced(brief: Part, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    part = replace(brief, measure="cost", systems=("nimble",), plan=str(plan))
+    assert worker.work(part)["explained"]["chosen"]
+    assert plan.exists()
+    raced = replace(part, measure="plan", systems=("nimble-serial", "nimble"))
+    assert {"nimble-serial", "nimble"} == set(worker.work(raced)["systems"])
+
+
+def test_the_host_s_share_of_a_call_is_taken(brief: Part) -> None:
+    found = worker.work(replace(brief, measure="call", systems=("nimble",)))
+    assert found["systems"]["nimble"]["host_us"] > 0
+
+
+def test_settings_are_put_back(brief: Part) -> None:
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark
+    with pytest.raises(KeyError):
+        worker.work(replace(brief, measure="no such thing"))
+    assert (matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark) == before
+
+
+def test_onnx_runtime_takes_part(brief: Part) -> None:
+    pytest.importorskip("onnxruntime")
+    found = worker.work(replace(brief, systems=("onnxruntime", "nimble")))["systems"]
+    assert found["onnxruntime"]["relative_error"] < 1e-5
+
+
+# ------------------------------------------------------------ the command
+
+
+def test_the_command_measures_and_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    arguments = ["bench", SMALL, "--input", SHAPE, "--against", "eager", "--device", "cpu"]
+    arguments += ["--rounds", "3", "--out", str(tmp_path)]
+    first = CliRunner().invoke(app, arguments)
+    assert first.exit_code == 0, first.output
+    assert SMALL in first.output
+    second = CliRunner().invoke(app, [*arguments, "--json"])
+    (entry,) = json.loads(second.stdout)["entries"]
+    assert set(entry["systems"]) == {"eager", "nimble"}
+    assert record.read(tmp_path) == [entry]
+
+
+def test_lists_on_the_command_line() -> None:
+    assert command.names(" a, b,,c ") == ["a", "b", "c"]
+    assert command.numbers("1,8", "--batch") == [1, 8]
+    for wrong in ("0", "many", "1,-2"):
+        with pytest.raises(OptionError, match=f"--batch '{wrong}'"):
+            command.numbers(wrong, "--batch")
+
+
+def test_readings_must_be_sentences(tmp_path: Path) -> None:
+    assert command.readings_of(tmp_path) == {}
+    file = tmp_path / command.READINGS
+    file.write_text('{"resnet50 fp16 1": "Kernels."}')
+    assert command.readings_of(tmp_path) == {"resnet50 fp16 1": "Kernels."}
+    file.write_text("[]")
+    with pytest.raises(InputError, match="to sentences"):
+        command.readings_of(tmp_path)
