@@ -56,7 +56,7 @@ format: $(VENV)/.test  ## Put the code into its standard form
 	$(BIN)/ruff format .
 
 bench-cpu: $(VENV)/.test  ## Measure against eager on this machine's CPU
-	$(BIN)/python benchmarks/cpu.py
+	$(BIN)/torch-nimble bench --suite cpu --device cpu
 
 clean:  ## Remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist

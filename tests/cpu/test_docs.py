@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import re
 import runpy
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 import torch_nimble
+from torch_nimble.bench import command, record, tables
+from torch_nimble.bench.page import render
 
 ROOT = Path(__file__).parents[2]
-
-
-def benchmark_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("cpu_benchmark", ROOT / "benchmarks" / "cpu.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_the_readme_s_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,13 +30,21 @@ def test_the_examples_run(example: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out
 
 
+RECORD = ROOT / "benchmarks" / "results"
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
-def test_the_cpu_table_is_the_committed_record_s(page: str) -> None:
-    script = benchmark_script()
-    record = json.loads((ROOT / "benchmarks" / "results" / "cpu.json").read_text())
+def test_the_tables_are_the_committed_record_s(page: str) -> None:
     text = (ROOT / page).read_text()
-    inside = text.partition(script.BEGIN)[2].partition(script.END)[0]
-    assert inside.strip() == script.markdown(record).strip()
+    pieces = tables.markdown(record.read(RECORD), command.readings_of(RECORD))
+    assert tables.filled(text, pieces, page) == text
+    for marker in re.findall("<!-- (.*): begin -->", text):
+        assert marker in pieces, f"the record has nothing for {marker!r}"
+
+
+def test_the_page_and_plots_are_the_committed_record_s(tmp_path: Path) -> None:
+    for made in render(record.read(RECORD), command.readings_of(RECORD), tmp_path):
+        assert (RECORD / made.name).read_text() == made.read_text(), f"{made.name} is not current"
 
 
 def test_every_public_name_exists_and_is_listed_once() -> None:

@@ -46,7 +46,7 @@ HEAD = (
 """What every line has, besides what was measured."""
 
 Json = dict[str, Any]
-Key = tuple[str, str, str, int, bool]
+Key = tuple[Any, ...]
 
 
 def plain(value: Any) -> Any:
@@ -121,8 +121,10 @@ def identity(entry: Json) -> str:
 
 
 def key_of(entry: Json) -> Key:
-    """What a line measures, whenever and wherever that was."""
-    return entry["measure"], entry["target"], entry["dtype"], entry["batch"], entry["load"]
+    """What a line measures and on what, whenever that was."""
+    what = tuple(entry[field] for field in ("measure", "target", "dtype", "batch", "load"))
+    settings, machine = entry["settings"], entry["machine"]
+    return *what, settings.get("device"), machine.get("device"), settings.get("signatures")
 
 
 def latest(entries: Iterable[Json]) -> dict[Key, Json]:
@@ -137,7 +139,7 @@ def latest(entries: Iterable[Json]) -> dict[Key, Json]:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times faster, with the quartiles of the same ratio round by round."""
+    """How many times faster: the median over the rounds, and the quartiles."""
 
     value: float
     low: float
@@ -148,14 +150,14 @@ class Ratio:
 
 
 def faster(entry: Json, system: str, than: str) -> Ratio | None:
-    """How many times faster a system was than another; None if either was not measured."""
-    fast, slow = entry.get("systems", {}).get(system, {}), entry.get("systems", {}).get(than, {})
-    if not (fast.get("p50_us") and slow.get("p50_us")):
+    """How many times faster a system was than another; None if either was not measured in all rounds."""
+    fast, slow = (
+        ((entry.get("systems") or {}).get(name) or {}).get("rounds") for name in (system, than)
+    )
+    if not fast or not slow or len(fast) != len(slow):
         return None
-    pairs = zip(slow["rounds"], fast["rounds"], strict=True)
-    rounds = [a["p50_us"] / b["p50_us"] for a, b in pairs]
-    low, high = percentile(rounds, 0.25), percentile(rounds, 0.75)
-    return Ratio(slow["p50_us"] / fast["p50_us"], low, high)
+    rounds = [a["p50_us"] / b["p50_us"] for a, b in zip(slow, fast, strict=True)]
+    return Ratio(*(percentile(rounds, share) for share in (0.5, 0.25, 0.75)))
 
 
 def disagreement(entries: Iterable[Json], system: str, than: str) -> dict[Key, float]:

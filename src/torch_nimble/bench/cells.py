@@ -1,0 +1,122 @@
+"""Cells of tables, and tables of them: plain data, made of lines of a record. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch_nimble.bench.record import Json
+from torch_nimble.bench.selection import OURS, compared, p50_of, place_of, value_of
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is shown, and by what it sorts; without a value it sorts last."""
+
+    text: str
+    value: float | str | None = None
+    tone: str = ""
+    """`good`, `bad` or `ours`."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table; its first column names the row."""
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+
+NOTHING = Cell("–")
+Column = tuple[str, Callable[[Json], Cell]]
+
+
+def grid_of(entries: Sequence[Json], columns: Iterable[Column]) -> Grid:
+    """A row for each line; columns in which nothing is known are left out."""
+    named = [*_names(entries), *columns]
+    made = [(header, [make(entry) for entry in entries]) for header, make in named]
+    kept = [(header, cells) for header, cells in made if any(cell != NOTHING for cell in cells)]
+    rows = zip(*(cells for _, cells in kept), strict=True)
+    return Grid(tuple(header for header, _ in kept), tuple(tuple(row) for row in rows))
+
+
+def _names(entries: Sequence[Json]) -> list[Column]:
+    """What tells the lines apart: what is the same in all and usual has no column."""
+    columns: list[Column] = [
+        ("network", lambda entry: word(entry["target"])),
+        ("dtype", lambda entry: word(entry["dtype"])),
+    ]
+    if any(entry["batch"] != 1 for entry in entries):
+        columns.append(("batch", lambda entry: number(entry["batch"])))
+    if any(entry["load"] for entry in entries):
+        columns.append(("GPU", lambda entry: word("busy" if entry["load"] else "free")))
+    if len({place_of(entry) for entry in entries}) > 1:
+        columns.append(("on", lambda entry: word(place_of(entry)[1])))
+    return columns
+
+
+# ------------------------------------------------------------ cells
+
+
+def word(text: Any) -> Cell:
+    """A text that sorts as such."""
+    return NOTHING if text is None or text == "" else Cell(str(text), str(text))
+
+
+def number(value: Any, form: str = ",.0f", unit: str = "", tone: str = "") -> Cell:
+    """A number that sorts as such."""
+    if not isinstance(value, int | float):
+        return NOTHING
+    return Cell(f"{value:{form}}{unit}".replace(",", "\u202f"), float(value), tone)
+
+
+def faster_cell(entry: Json, system: str, than: str | None) -> Cell:
+    """How many times faster, with its quartiles; below one it is bad, however little."""
+    ratio = compared(entry, system, than) if than is not None else None
+    if ratio is None:
+        return NOTHING
+    return Cell(str(ratio), ratio.value, "bad" if ratio.value < 1 else "good")
+
+
+def at(path: str, form: str = ",.0f", unit: str = "", scale: float = 1) -> Callable[[Json], Cell]:
+    """The number at a dotted path, multiplied by `scale`."""
+
+    def make(entry: Json) -> Cell:
+        value = value_of(entry, path)
+        return number(value * scale if isinstance(value, int | float) else None, form, unit)
+
+    return make
+
+
+def said(path: str) -> Callable[[Json], Cell]:
+    """The text, or yes or no, at a dotted path."""
+
+    def make(entry: Json) -> Cell:
+        value = value_of(entry, path)
+        if isinstance(value, bool):
+            return Cell("yes" if value else "no", str(value), "" if value else "bad")
+        return word(value)
+
+    return make
+
+
+def over(above: str, below: str) -> Callable[[Json], Cell]:
+    """One value over another, of which less is better."""
+
+    def make(entry: Json) -> Cell:
+        top, bottom = value_of(entry, above), value_of(entry, below)
+        return number(top / bottom, ".2f", "×") if top is not None and bottom else NOTHING
+
+    return make
+
+
+def p50_cell(system: str) -> Callable[[Json], Cell]:
+    """p50 of a system in µs."""
+    tone = "ours" if system == OURS else ""
+    return lambda entry: number(p50_of(entry, system), tone=tone)
+
+
+def has_number(notes: Json, field: str) -> bool:
+    """Whether something was measured."""
+    return isinstance(notes.get(field), int | float)

@@ -1,0 +1,124 @@
+"""The figures of a record: which values go into which chart. Each is empty text without values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch_nimble.bench.plots import LINE_TONES, Level, Panel, Point, Series, bars, lines
+from torch_nimble.bench.record import Json
+from torch_nimble.bench.selection import DTYPES, OURS, SERIAL, called, compared, measured, notes_of
+from torch_nimble.bench.suites import PAPER_IDLE, PAPER_SPEEDUPS, PAPER_STREAMS
+
+Value = Callable[[Json], Point | None]
+
+
+def speedups(entries: Sequence[Json], title: str, published: bool) -> str:
+    """Times faster than eager, one bar a system; `published`: with the paper's figures."""
+    systems = [name for name in measured(entries) if name != "eager"]
+    wanted: list[tuple[str, str, Value]] = [
+        (called(name), name, _against_eager(name)) for name in systems
+    ]
+    if published:
+        wanted.insert(0, ("the paper, V100", "published", lambda e: _known(PAPER_SPEEDUPS, e["target"])))
+    panels = _panels([e for e in entries if compared(e, OURS, "eager")], wanted)
+    return bars(title, "times faster than eager", panels, Level(1, "eager")) if panels else ""
+
+
+def multistream(entries: Sequence[Json]) -> str:
+    """Times faster than the same kernels on one stream."""
+    wanted: list[tuple[str, str, Value]] = [
+        ("the paper, V100", "published", lambda e: _known(PAPER_STREAMS, e["target"])),
+        (called(OURS), OURS, lambda e: _ratio(e, OURS, SERIAL)),
+    ]
+    panels = _panels([e for e in entries if compared(e, OURS, SERIAL)], wanted)
+    title = "Several streams against one"
+    return bars(title, "times faster than one stream", panels, Level(1, "one stream")) if panels else ""
+
+
+def without_scheduling(entries: Sequence[Json]) -> str:
+    """Times faster that eager's kernels are when nothing is scheduled at run time."""
+    wanted: list[tuple[str, str, Value]] = [
+        ("the same kernels in one graph", "reduce-overhead", lambda e: _ratio(e, "cudagraph", "eager"))
+    ]
+    panels = _panels([e for e in entries if compared(e, "cudagraph", "eager")], wanted, labelled=True)
+    title = "The same kernels without run-time scheduling"
+    return bars(title, "times faster than eager", panels, Level(1, "eager")) if panels else ""
+
+
+def idleness(entries: Sequence[Json]) -> str:
+    """Percent of a call in which no kernel runs."""
+    wanted: list[tuple[str, str, Value]] = [
+        (called(name), name, _idle(name)) for name in ("eager", OURS)
+    ]
+    known = [e for e in entries if any(value(e) for _, _, value in wanted)]
+    panels = _panels(known, wanted, labelled=True)
+    title = "How long the GPU is idle"
+    return (
+        bars(title, "% of a call", panels, Level(100 * PAPER_IDLE, "the paper's largest, V100"))
+        if panels
+        else ""
+    )
+
+
+def by_batch(entries: Sequence[Json]) -> str:
+    """Ours against one stream and against reduce-overhead, a line for each network."""
+    sizes = sorted({entry["batch"] for entry in entries})
+    targets = list(dict.fromkeys(entry["target"] for entry in entries))[: len(LINE_TONES)]
+    if len(sizes) < 2:
+        return ""
+
+    def line(target: str, tone: str, than: str) -> Series:
+        found = {e["batch"]: _ratio(e, OURS, than) for e in entries if e["target"] == target}
+        return Series(target, tuple(found.get(size) for size in sizes), tone)
+
+    panels = []
+    for title, than in (
+        ("several streams over one stream", SERIAL),
+        ("ours over reduce-overhead", "reduce-overhead"),
+    ):
+        series = [line(target, tone, than) for target, tone in zip(targets, LINE_TONES, strict=False)]
+        shown = tuple(s for s in series if any(s.points))
+        if shown:
+            panels.append(Panel(title, tuple(map(str, sizes)), shown))
+    return (
+        lines("Speed-up by batch size", "times faster", "batch size", panels, Level(1, "as fast"))
+        if panels
+        else ""
+    )
+
+
+def _panels(
+    entries: Sequence[Json], wanted: Sequence[tuple[str, str, Value]], labelled: bool = False
+) -> list[Panel]:
+    """A panel for each dtype, a group for each network; ours is always labelled."""
+    panels = []
+    for dtype in sorted({entry["dtype"] for entry in entries}, key=DTYPES.index):
+        lines_of = {entry["target"]: entry for entry in entries if entry["dtype"] == dtype}
+        series = [
+            Series(name, tuple(value(e) for e in lines_of.values()), tone, labelled or tone == OURS)
+            for name, tone, value in wanted
+        ]
+        shown = tuple(s for s in series if any(s.points))
+        panels.append(Panel(f"{dtype}, batch 1", tuple(lines_of), shown))
+    return panels
+
+
+def _ratio(entry: Json, system: str, than: str) -> Point | None:
+    ratio = compared(entry, system, than)
+    return Point(ratio.value, ratio.low, ratio.high) if ratio else None
+
+
+def _known(figures: dict[str, float], target: str) -> Point | None:
+    return Point(figures[target]) if target in figures else None
+
+
+def _against_eager(system: str) -> Value:
+    return lambda entry: _ratio(entry, system, "eager")
+
+
+def _idle(system: str) -> Value:
+    def make(entry: Json) -> Point | None:
+        share = notes_of(entry, system).get("idle")
+        return Point(100 * share) if share is not None else None
+
+    return make

@@ -1,0 +1,352 @@
+"""The tables of a record as cells, for the page, for Markdown and for the terminal. Needs no torch.
+
+Every function here takes lines of a record and gives one grid, without rows where there is nothing to
+show.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch_nimble.bench import record
+from torch_nimble.bench.cells import (
+    NOTHING,
+    Cell,
+    Column,
+    Grid,
+    at,
+    faster_cell,
+    grid_of,
+    has_number,
+    number,
+    over,
+    p50_cell,
+    said,
+    word,
+)
+from torch_nimble.bench.record import Json
+from torch_nimble.bench.selection import (
+    COMPILED,
+    OURS,
+    PEERS,
+    SERIAL,
+    called,
+    compared,
+    errors_of,
+    measured,
+    name_of,
+    notes_of,
+    p50_of,
+    paired,
+    place_of,
+    quicker_peers,
+    quickest,
+)
+from torch_nimble.bench.suites import PAPER_SPEEDUPS, PAPER_STREAMS
+
+AGREE = 0.03
+"""Repeated runs agree if their ratios are no further apart than this."""
+
+
+# ------------------------------------------------------------ latency
+
+
+def headline(entries: Sequence[Json]) -> Grid:
+    """p50 of the whole call in µs, ours against the best mode of torch.compile and against eager."""
+    shown = ("eager", "cudagraph", *COMPILED, "onnxruntime", OURS)
+    columns: list[Column] = [(called(name), p50_cell(name)) for name in shown]
+    columns += [
+        ("vs best compile", lambda e: faster_cell(e, OURS, quickest(e, COMPILED))),
+        ("vs eager", lambda e: faster_cell(e, OURS, "eager")),
+        ("error", at(f"{OURS}.relative_error", ".0e")),
+    ]
+    return grid_of(entries, columns)
+
+
+def latency(entries: Sequence[Json]) -> Grid:
+    """p50 / p99 of the whole call in µs, every system."""
+
+    def both(system: str) -> Callable[[Json], Cell]:
+        def make(entry: Json) -> Cell:
+            notes, p50 = notes_of(entry, system), p50_cell(system)(entry)
+            if p50 == NOTHING:
+                return Cell("failed", None, "bad") if notes.get("error") else NOTHING
+            return Cell(f"{p50.text} / {number(notes.get('p99_us')).text}", p50.value, p50.tone)
+
+        return make
+
+    return grid_of(entries, [(called(name), both(name)) for name in measured(entries)])
+
+
+def against_eager(entries: Sequence[Json]) -> Grid:
+    """How many times faster than eager each system is, and the paper's figure."""
+
+    def against(system: str) -> Callable[[Json], Cell]:
+        def make(entry: Json) -> Cell:
+            cell, ratio = faster_cell(entry, system, "eager"), compared(entry, system, "eager")
+            return replace(cell, text=f"{ratio.value:.2f}×") if ratio and system != OURS else cell
+
+        return make
+
+    columns = [(called(name), against(name)) for name in measured(entries) if name != "eager"]
+    published: Column = ("paper, V100", lambda e: number(PAPER_SPEEDUPS.get(e["target"]), ".2f", "×"))
+    return grid_of(entries, [*columns, published])
+
+
+def streams(entries: Sequence[Json]) -> Grid:
+    """Several streams against one, of the same kernels."""
+    facts = f"{OURS}.explained.facts"
+    columns: list[Column] = [
+        ("tasks", at(f"{facts}.tasks")),
+        ("width", at(f"{facts}.width")),
+        ("plan", said(f"{OURS}.explained.chosen")),
+        ("streams", at(f"{OURS}.explained.streams")),
+        ("waits", at(f"{OURS}.explained.waits")),
+        ("one stream, µs", p50_cell(SERIAL)),
+        ("chosen plan, µs", p50_cell(OURS)),
+        ("faster", lambda e: faster_cell(e, OURS, SERIAL)),
+        ("paper, V100", lambda e: number(PAPER_STREAMS.get(e["target"]), ".2f", "×")),
+    ]
+    return grid_of([entry for entry in entries if compared(entry, OURS, SERIAL)], columns)
+
+
+def scheduling(entries: Sequence[Json]) -> Grid:
+    """The same kernels, scheduled at run time and replayed from one graph."""
+    columns: list[Column] = [
+        ("kernels", at("eager.kernels")),
+        ("eager, µs", p50_cell("eager")),
+        ("in one graph, µs", p50_cell("cudagraph")),
+        ("without run-time scheduling", lambda e: faster_cell(e, "cudagraph", "eager")),
+    ]
+    return grid_of([entry for entry in entries if compared(entry, "cudagraph", "eager")], columns)
+
+
+def idle(entries: Sequence[Json]) -> Grid:
+    """The share of a call in which no kernel runs, and what it is made of."""
+    columns: list[Column] = [
+        (f"{called(name)}, idle", at(f"{name}.idle", ".0f", " %", 100)) for name in measured(entries)
+    ]
+    for name in ("eager", OURS):
+        columns += [
+            (f"{called(name)}, busy µs", at(f"{name}.busy_us")),
+            (f"{called(name)}, kernels", at(f"{name}.kernels")),
+        ]
+    known = [e for e in entries if any(has_number(notes_of(e, name), "idle") for name in record.SYSTEMS)]
+    return grid_of(known, columns)
+
+
+def batches(entries: Sequence[Json]) -> Grid:
+    """By batch size, and beside another busy stream."""
+    columns: list[Column] = [
+        ("reduce-overhead, µs", p50_cell("reduce-overhead")),
+        ("one stream, µs", p50_cell(SERIAL)),
+        ("ours, µs", p50_cell(OURS)),
+        ("vs one stream", lambda e: faster_cell(e, OURS, SERIAL)),
+        ("vs reduce-overhead", lambda e: faster_cell(e, OURS, "reduce-overhead")),
+    ]
+    return grid_of(entries, columns)
+
+
+# ------------------------------------------------------------ limits and cost
+
+
+def limits(entries: Sequence[Json]) -> Grid:
+    """Device time of a replay beside the least it could be."""
+    path, replay = f"{OURS}.explained.critical_path_us", f"{OURS}.device_us"
+    columns: list[Column] = [
+        ("plan", said(f"{OURS}.explained.chosen")),
+        ("replay, µs", at(replay)),
+        ("critical path, µs", at(path)),
+        ("replay / path", over(replay, path)),
+        ("floor, µs", at("floor.us", ",.1f")),
+        ("replay / floor", over(replay, "floor.us")),
+        ("GFLOP", at("floor.flops", ",.2f", scale=1e-9)),
+        ("MB", at("floor.bytes", ",.1f", scale=1e-6)),
+    ]
+    known = [e for e in entries if has_number(notes_of(e, OURS), "device_us")]
+    return grid_of(known, columns)
+
+
+def replays(entries: Sequence[Json]) -> Grid:
+    """Device time a call in a row of calls that nobody waits for, every system."""
+    known = [
+        e for e in entries if any(has_number(notes_of(e, name), "device_us") for name in record.SYSTEMS)
+    ]
+    return grid_of(known, [(called(name), at(f"{name}.device_us")) for name in measured(known)])
+
+
+def costs(entries: Sequence[Json]) -> Grid:
+    """Seconds to the first answer with empty and with filled caches, and the peak of reserved memory."""
+    systems = measured(entries)
+    columns: list[Column] = [
+        (f"{called(name)}, {when} s", at(f"{name}.{when}.prepare_s", ",.1f"))
+        for name in systems
+        for when in ("cold", "warm")
+    ]
+    columns += [
+        (f"{called(name)}, MiB", at(f"{name}.cold.memory.peak.reserved", scale=2**-20))
+        for name in systems
+    ]
+    return grid_of(entries, columns)
+
+
+def energy(entries: Sequence[Json]) -> Grid:
+    """Millijoules a call."""
+    known = [
+        e for e in entries if any(has_number(notes_of(e, name), "energy_mj") for name in record.SYSTEMS)
+    ]
+    columns: list[Column] = [(called(name), at(f"{name}.energy_mj", ",.1f")) for name in measured(known)]
+    return grid_of(known, [*columns, ("ours / eager", over(f"{OURS}.energy_mj", "eager.energy_mj"))])
+
+
+def plans(entries: Sequence[Json]) -> Grid:
+    """A saved plan in a fresh process against one stream."""
+    columns: list[Column] = [
+        ("plan", said(f"{OURS}.explained.chosen")),
+        ("one stream, µs", p50_cell(SERIAL)),
+        ("saved plan, µs", p50_cell(OURS)),
+        ("faster", lambda e: faster_cell(e, OURS, SERIAL)),
+    ]
+    return grid_of(entries, columns)
+
+
+def calls(entries: Sequence[Json]) -> Grid:
+    """Time of the host in one call."""
+    columns: list[Column] = [
+        ("bare replay, µs", at("replay.host_us", ".1f")),
+        ("ours until launched, µs", at("launched.host_us", ".1f")),
+        ("ours until returned, µs", at(f"{OURS}.host_us", ".1f")),
+        ("eager in one graph, µs", at("cudagraph.host_us", ".1f")),
+    ]
+    return grid_of(entries, columns)
+
+
+# ------------------------------------------------------------ is it right
+
+
+def checks(entries: Sequence[Json]) -> Grid:
+    """Relative errors, and whether the check that accepted them could have failed."""
+    columns: list[Column] = [
+        ("tolerance", at("check.tolerance", ".1e")),
+        ("from", said("check.against")),
+        ("accepted", said("check.accepted")),
+        ("another input / tolerance", at("check.distance_over_tolerance", ",.0f", "×")),
+        ("could have failed", said("check.check_can_fail")),
+    ]
+    columns += [(called(name), at(f"{name}.relative_error", ".1e")) for name in measured(entries)]
+    known = [
+        e
+        for e in entries
+        if e.get("check") or any(has_number(notes_of(e, n), "relative_error") for n in record.SYSTEMS)
+    ]
+    return grid_of(known, columns)
+
+
+def slower(entries: Sequence[Json], readings: Mapping[str, str]) -> Grid:
+    """Every result in which a peer is faster than ours, with what we make of it."""
+    rows = []
+    for entry in entries:
+        for peer in quicker_peers(entry):
+            ours, theirs = p50_of(entry, OURS), p50_of(entry, peer)
+            assert ours is not None
+            assert theirs is not None
+            excess = number(100 * (ours / theirs - 1), ".1f", " %", "bad")
+            reading = readings.get(name_of(entry), "no reading yet")
+            what = word(name_of(entry))
+            rows.append((what, word(peer), number(theirs), number(ours), excess, word(reading)))
+    header = ("result", "faster peer", "its p50, µs", "ours, µs", "ours slower by", "reading")
+    return Grid(header, tuple(rows))
+
+
+def failures(entries: Sequence[Json]) -> Grid:
+    """Every error, of a system or of a whole process, with its text."""
+    rows = tuple(
+        (word(name_of(e)), word(e["measure"]), word(called(system) or "the process"), word(text))
+        for e in entries
+        for system, text in errors_of(e)
+    )
+    return Grid(("what", "measure", "system", "text"), rows)
+
+
+def agreement(entries: Sequence[Json]) -> Grid:
+    """How far the ratios of repeated runs are apart."""
+    peers = [name for name in (*PEERS, SERIAL) if name in measured(entries)]
+    by_place: dict[tuple[str, str], list[Json]] = {}
+    for entry in entries:
+        by_place.setdefault(place_of(entry), []).append(entry)
+    found: dict[str, dict[str, float]] = {}
+    for group in by_place.values():
+        names = {record.key_of(entry): name_of(entry) for entry in group}
+        for peer in peers:
+            whole = [
+                entry for entry in group if compared(entry, OURS, peer) and paired(entry, OURS, peer)
+            ]
+            for key, apart in record.disagreement(whole, OURS, peer).items():
+                found.setdefault(f"{names[key]} {key[0]}".removesuffix(" speed"), {})[peer] = apart
+    shown = [peer for peer in peers if any(peer in apart for apart in found.values())]
+
+    def row(name: str, apart: Mapping[str, float]) -> tuple[Cell, ...]:
+        worst = max(apart.values())
+        verdict = (
+            Cell("within 3 %", worst, "good") if worst <= AGREE else Cell("further apart", worst, "bad")
+        )
+        each = (number(100 * apart[p], ".1f", " %") if p in apart else NOTHING for p in shown)
+        return (word(name), *each, verdict)
+
+    header = ("result", *(f"vs {called(peer)}" for peer in shown), "agreement")
+    return Grid(header, tuple(row(name, apart) for name, apart in found.items()))
+
+
+# ------------------------------------------------------------ conditions
+
+
+def conditions(entries: Sequence[Json]) -> Grid:
+    """Every machine, set of versions and commit that lines come from, and when."""
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for entry in entries:
+        machine = dict(entry["machine"])
+        device = str(machine.pop("device", "unknown"))
+        where = "; ".join([device, *(f"{name} {value}" for name, value in machine.items())])
+        which = ", ".join(f"{name} {value}" for name, value in entry["versions"].items() if value)
+        groups.setdefault((where, which, str(entry["commit"])), []).append(str(entry["date"]))
+    rows = []
+    for (where, which, commit), dates in groups.items():
+        first, last = (date[:16].replace("T", " ") for date in (min(dates), max(dates)))
+        until = last[11:] if first[:10] == last[:10] else last
+        when = first if first == last else f"{first} – {until}"
+        rows.append((word(where), word(which), word(commit), word(when), number(len(dates))))
+    return Grid(("machine", "versions", "commit", "UTC", "lines"), tuple(rows))
+
+
+def settings(entries: Sequence[Json]) -> Grid:
+    """Every setting with each value that it had and the number of lines that have it."""
+    counted: dict[str, dict[str, int]] = {}
+    for entry in entries:
+        for name, value in entry["settings"].items():
+            shown = _told(value)
+            values = counted.setdefault(name.replace("_", " "), {})
+            values[shown] = values.get(shown, 0) + 1
+    rows = tuple(
+        (
+            word(name),
+            word("\n".join(f"{value} ({count})" for value, count in values.items())),
+        )
+        for name, values in counted.items()
+    )
+    return Grid(("setting", "values (lines)"), rows)
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return "on" if value is True else "off" if value is False else str(value or "none")
+
+
+def mean_ratio(entries: Iterable[Json], than: Callable[[Json], str | None]) -> float | None:
+    """The geometric mean of how many times faster ours is than what `than` gives for each line."""
+    found = [(entry, name) for entry in entries if (name := than(entry)) is not None]
+    ratios = [ratio.value for entry, name in found if (ratio := compared(entry, OURS, name))]
+    return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None

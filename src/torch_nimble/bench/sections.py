@@ -1,0 +1,185 @@
+"""What the page of a record shows, and in which order: text, figures and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch_nimble.bench import figures, grids
+from torch_nimble.bench.cells import Grid
+from torch_nimble.bench.record import Json
+from torch_nimble.bench.selection import newest, of, on_one_gpu, quicker_peers, streamed, targets_of
+from torch_nimble.bench.suites import BRANCHING, PAPER_IDLE
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page: text that is ours, figures by file name, and tables."""
+
+    name: str
+    title: str
+    text: str
+    figures: tuple[tuple[str, str], ...] = ()
+    grids: tuple[Grid, ...] = ()
+
+    @property
+    def empty(self) -> bool:
+        return not any(svg for _, svg in self.figures) and not any(grid.rows for grid in self.grids)
+
+
+def sections_of(entries: Sequence[Json], readings: Mapping[str, str]) -> list[Section]:
+    """What the page shows, in its order; sections that the record has nothing for are left out."""
+    kept = newest(entries)
+    gpu, speed = on_one_gpu(kept), of(kept, "speed")
+    paper, modern = (of(gpu, "speed", targets_of(suite), plain=True) for suite in ("paper", "modern"))
+    # Without those of the paper's suite, which have figures of their own.
+    modern = [entry for entry in modern if entry not in paper]
+    branching, plain = streamed(gpu, BRANCHING), of(gpu, "speed", plain=True)
+    batched = _batched(gpu)
+    lost = sum(map(bool, map(quicker_peers, speed)))
+    sections = [
+        Section(
+            "paper",
+            "The paper's inference figure",
+            "Times faster than eager, one bar a system; whiskers are quartiles over the rounds. The "
+            "dashed bars are the paper's own figures, on a V100 against PyTorch 1.4: another GPU and "
+            "another eager.",
+            (("speedup.svg", figures.speedups(paper, "Inference, speed-up over eager", True)),),
+            (grids.against_eager(paper),),
+        ),
+        Section(
+            "conditions",
+            "Conditions",
+            "Every machine, set of versions and commit that lines of this record come from. Systems "
+            "are measured in one process in interleaved rounds, on the same weights and inputs; a time "
+            "is that of the whole call, from the caller's tensor to a synchronised result, unless said "
+            "otherwise.",
+            grids=(grids.conditions(entries),),
+        ),
+        Section(
+            "results",
+            "Results",
+            "p50 of the whole call in µs. A ratio is the median of those of the rounds; in brackets are "
+            "their quartiles. Error: relative, against the model in float64.",
+            grids=(grids.headline(of(kept, "speed", plain=True) or speed),),
+        ),
+        Section(
+            "slower",
+            "Where ours is slower",
+            f"In {lost} of {len(speed)} results a peer has the smaller p50. Each is listed, by however "
+            "little, with what we make of it.",
+            grids=(grids.slower(speed, readings),),
+        ),
+        Section(
+            "streams",
+            "Several streams against one",
+            "The same kernels, replayed from one stream and from the plan that preparation chose by "
+            "measuring. Width: the most tasks that do not depend on each other.",
+            (("streams.svg", figures.multistream(branching)),),
+            (grids.streams(branching),),
+        ),
+        Section(
+            "scheduling",
+            "What run-time scheduling costs",
+            "The paper's motivating experiment: eager's own kernels, scheduled by PyTorch at run time, "
+            "and replayed from one CUDA graph. Nothing else differs.",
+            (("scheduling.svg", figures.without_scheduling(paper)),),
+            (grids.scheduling(plain),),
+        ),
+        Section(
+            "idle",
+            "How long the GPU is idle",
+            "The share of a call in which no kernel runs. The dotted line is the largest figure that "
+            f"the paper gives for PyTorch, {PAPER_IDLE:.0%}.",
+            (("idle.svg", figures.idleness(paper)),),
+            (grids.idle(plain),),
+        ),
+        Section(
+            "modern",
+            "Networks since the paper",
+            "Transformers, newer convolutional networks and models of many small parts, as above.",
+            (("modern.svg", figures.speedups(modern, "Newer networks, speed-up over eager", False)),),
+            (grids.against_eager(modern),),
+        ),
+        Section(
+            "batches",
+            "Larger batches, and a busy GPU",
+            "Several streams help while one kernel does not fill the GPU; larger batches fill it. Busy: "
+            "measured while another stream keeps the GPU at work.",
+            (("batches.svg", figures.by_batch([e for e in batched if not e["load"]])),),
+            (grids.batches(batched),),
+        ),
+        Section(
+            "latency",
+            "Every latency",
+            "p50 / p99 of the whole call in µs.",
+            grids=(grids.latency(speed),),
+        ),
+        Section(
+            "limits",
+            "Replay and its limits",
+            "Replay: device time a call, in a row of calls that nobody waits for. Critical path: the "
+            "longest path of measured times of single tasks. Floor: the least time for the arithmetic "
+            "and the memory traffic at the machine's rates. Below, the replay of every system in µs.",
+            grids=(grids.limits(of(gpu, "speed")), grids.replays(of(gpu, "speed"))),
+        ),
+        Section(
+            "cost",
+            "What preparation costs",
+            "Seconds to the first answer in a fresh process, cold with empty caches and warm with "
+            "filled ones, and the peak of reserved memory in MiB.",
+            grids=(grids.costs(of(kept, "cost")),),
+        ),
+        Section(
+            "plans",
+            "Saved plans",
+            "A plan that was saved, used in a fresh process, against one stream.",
+            grids=(grids.plans(of(kept, "plan")),),
+        ),
+        Section(
+            "calls",
+            "The host's part of a call",
+            "Time until the host has launched the work, and until the call returns, unsynchronised.",
+            grids=(grids.calls(of(kept, "call")),),
+        ),
+        Section(
+            "energy",
+            "Energy",
+            "Millijoules of the device a call.",
+            grids=(grids.energy(of(kept, "speed")),),
+        ),
+        Section(
+            "checks",
+            "Is it right?",
+            "Relative errors on inputs that no system was prepared with, before and after timing, the "
+            "larger. A check could have failed if the result for another input is at least a hundred "
+            "tolerances away.",
+            grids=(grids.checks(speed),),
+        ),
+        Section(
+            "agreement",
+            "Do repeated runs agree?",
+            "How far the speed-ups of repeated runs of one commit are apart, largest over smallest.",
+            grids=(grids.agreement(of(entries, "speed") + of(entries, "plan")),),
+        ),
+        Section(
+            "failures",
+            "What failed",
+            "Every error of a system or of a whole process, with its text, and what ran eagerly.",
+            grids=(grids.failures(kept),),
+        ),
+        Section(
+            "settings",
+            "Settings",
+            "Every setting, with each value that it had.",
+            grids=(grids.settings(entries),),
+        ),
+    ]
+    return [s for s in sections if not s.empty or (s.name == "slower" and speed)]
+
+
+def _batched(entries: Sequence[Json]) -> list[Json]:
+    """The lines of networks and dtypes measured with more than one batch, or beside a busy stream."""
+    speed = of(entries, "speed")
+    several = {(e["target"], e["dtype"]) for e in speed if e["batch"] != 1 or e["load"]}
+    return [entry for entry in speed if (entry["target"], entry["dtype"]) in several]

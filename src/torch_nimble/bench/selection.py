@@ -1,0 +1,156 @@
+"""Which lines of a record count, and what in them is put beside what. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch_nimble.bench import record
+from torch_nimble.bench.record import Json, Ratio
+from torch_nimble.bench.suites import SUITES
+
+OURS, SERIAL = "nimble", "nimble-serial"
+COMPILED = ("compile", "reduce-overhead", "max-autotune")
+PEERS = tuple(name for name in record.SYSTEMS if name not in (OURS, SERIAL))
+SHOWN = {OURS: "ours", SERIAL: "ours, one stream"}
+"""What our systems are called in tables; the others have their own names."""
+
+_ORDER = list(dict.fromkeys(case.target for suite in ("paper", "modern") for case in SUITES[suite]))
+DTYPES = ("fp32", "fp16", "bf16")
+
+
+def called(system: str) -> str:
+    """A system's name for readers."""
+    return SHOWN.get(system, system)
+
+
+def targets_of(suite: str) -> list[str]:
+    """The targets of a suite, each once."""
+    return list(dict.fromkeys(case.target for case in SUITES[suite]))
+
+
+# ------------------------------------------------------------ lines
+
+
+def place_of(entry: Json) -> tuple[str, str]:
+    """What a line was measured on: `cuda` or `cpu`, and which."""
+    return str(entry["settings"].get("device", "cuda")), str(entry["machine"].get("device"))
+
+
+def newest(entries: Iterable[Json]) -> list[Json]:
+    """The newest line of everything measured, each machine on its own, in the order of the suites."""
+    by_place: dict[tuple[str, str], list[Json]] = {}
+    for entry in entries:
+        by_place.setdefault(place_of(entry), []).append(entry)
+    kept = [entry for group in by_place.values() for entry in record.latest(group).values()]
+    return sorted(kept, key=_rank)
+
+
+def _rank(entry: Json) -> tuple[object, ...]:
+    target, dtype = entry["target"], entry["dtype"]
+    known = _ORDER.index(target) if target in _ORDER else len(_ORDER)
+    kind = DTYPES.index(dtype) if dtype in DTYPES else len(DTYPES)
+    return known, target, kind, dtype, entry["batch"], entry["load"], place_of(entry)
+
+
+def on_one_gpu(entries: Sequence[Json]) -> list[Json]:
+    """Those of the GPU that most lines come from: what a figure shows is never of two machines."""
+    places = [place for entry in entries if (place := place_of(entry))[0] == "cuda"]
+    chosen = max(dict.fromkeys(places), key=places.count, default=None)
+    return [entry for entry in entries if place_of(entry) == chosen]
+
+
+def of(
+    entries: Iterable[Json], measure: str, targets: Sequence[str] | None = None, *, plain: bool = False
+) -> list[Json]:
+    """The lines of one kind that did not fail, of some targets if given, `plain`: batch 1, no load."""
+    return [
+        entry
+        for entry in entries
+        if entry["measure"] == measure
+        and entry.get("systems")
+        and (targets is None or entry["target"] in targets)
+        and not (plain and (entry["batch"] != 1 or entry["load"]))
+    ]
+
+
+def streamed(entries: Sequence[Json], targets: Sequence[str]) -> list[Json]:
+    """The lines that have ours on several streams and on one: measured with all others, else alone."""
+    found: dict[tuple[str, str], Json] = {}
+    for entry in (*of(entries, "speed", targets, plain=True), *of(entries, "plan", targets, plain=True)):
+        if compared(entry, OURS, SERIAL):
+            found.setdefault((entry["target"], entry["dtype"]), entry)
+    return sorted(found.values(), key=_rank)
+
+
+def name_of(entry: Json) -> str:
+    """`target dtype batch`, and what is not usual about it: by this its reading is found."""
+    unusual = [*(["load"] if entry["load"] else []), *(["cpu"] if place_of(entry)[0] == "cpu" else [])]
+    return " ".join([entry["target"], entry["dtype"], str(entry["batch"]), *unusual])
+
+
+# ------------------------------------------------------------ values
+
+
+def notes_of(entry: Json, system: str) -> Json:
+    """What was noted about a system; empty where nothing was."""
+    return (entry.get("systems") or {}).get(system) or {}
+
+
+def p50_of(entry: Json, system: str) -> float | None:
+    """Median of the whole call in µs."""
+    return notes_of(entry, system).get("p50_us") or None
+
+
+def measured(entries: Iterable[Json], systems: Sequence[str] = record.SYSTEMS) -> list[str]:
+    """Those systems that any of the lines says anything about."""
+    entries = list(entries)
+    return [name for name in systems if any(notes_of(entry, name) for entry in entries)]
+
+
+def value_of(entry: Json, path: str) -> Any:
+    """What lies at a dotted path in a line or in its systems; None where nothing does."""
+    return record.value_at({**entry, "systems": entry.get("systems") or {}}, path)
+
+
+def paired(entry: Json, system: str, than: str) -> bool:
+    """Whether two systems were measured round by round, so that their ratio has quartiles."""
+    rounds = [notes_of(entry, name).get("rounds") or [] for name in (system, than)]
+    whole = all(one.get("p50_us") for one in (*rounds[0], *rounds[1]))
+    return whole and 0 < len(rounds[0]) == len(rounds[1])
+
+
+def compared(entry: Json, system: str, than: str) -> Ratio | None:
+    """How many times faster; without a spread where the rounds of the two are not pairs."""
+    fast, slow = p50_of(entry, system), p50_of(entry, than)
+    if fast is None or slow is None:
+        return None
+    if paired(entry, system, than):
+        return record.faster(entry, system, than)
+    return Ratio(slow / fast, slow / fast, slow / fast)
+
+
+def quickest(entry: Json, systems: Sequence[str]) -> str | None:
+    """The system with the least p50 of those given."""
+    found = {name: p50 for name in systems if (p50 := p50_of(entry, name)) is not None}
+    return min(found, key=lambda name: found[name], default=None)
+
+
+def quicker_peers(entry: Json) -> list[str]:
+    """The peers that ours is slower than."""
+    ours = p50_of(entry, OURS)
+    if ours is None:
+        return []
+    return [name for name in PEERS if (p50 := p50_of(entry, name)) is not None and p50 < ours]
+
+
+def errors_of(entry: Json) -> list[tuple[str, str]]:
+    """Everything that failed or ran eagerly: the system, empty for the whole process, and the text."""
+    found = [("", str(entry["error"]))] if entry.get("error") else []
+    for system in entry.get("systems") or {}:
+        notes = notes_of(entry, system)
+        if notes.get("error"):
+            found.append((system, str(notes["error"])))
+        eager = record.value_at(notes, "explained.fallbacks") or []
+        found += [(system, f"ran eagerly: {fallback.get('reason')}") for fallback in eager]
+    return found

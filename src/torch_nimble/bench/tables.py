@@ -1,0 +1,151 @@
+"""The tables of a record as text: Markdown for the documentation, a table for the terminal.
+
+Generated text stands in a document between two comments, `<!-- NAME: begin -->` and
+`<!-- NAME: end -->`, so that it can be made again and a test can tell whether it is current.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from rich.markup import escape
+from rich.table import Table
+
+from torch_nimble.bench import grids
+from torch_nimble.bench.cells import Grid
+from torch_nimble.bench.record import Json
+from torch_nimble.bench.selection import newest, of, on_one_gpu, place_of, quicker_peers, streamed
+from torch_nimble.bench.suites import BRANCHING
+from torch_nimble.errors import InputError
+
+_STYLES = {"good": "green", "bad": "red", "ours": "bold"}
+
+
+def markdown(entries: Iterable[Json], readings: Mapping[str, str]) -> dict[str, str]:
+    """Pieces of documentation by name; one that the record has nothing for is not there.
+
+    `gpu table` and `cpu table`: the headline; `gpu streams`: several streams against one; `gpu slower`:
+    every result in which a peer is faster; `gpu failures`: everything that was not measured as asked.
+    """
+    kept = newest(entries)
+    gpu = on_one_gpu(kept)
+    speed, cpu = of(gpu, "speed"), [e for e in of(kept, "speed") if place_of(e)[0] == "cpu"]
+    plain = of(gpu, "speed", plain=True)
+    branching = streamed(gpu, BRANCHING)
+    none_slower = "Ours is slower than no other system in any result of this record."
+    pieces = {
+        "gpu table": _under_conditions(grids.headline(plain), plain),
+        "gpu streams": _under_conditions(grids.streams(branching), branching),
+        "gpu slower": as_markdown(grids.slower(speed, readings))
+        if any(map(quicker_peers, speed))
+        else none_slower * bool(speed),
+        "gpu failures": as_markdown(grids.failures(gpu)),
+        "cpu table": _under_conditions(grids.headline(cpu), cpu),
+    }
+    return {name: text for name, text in pieces.items() if text}
+
+
+def terminal(entries: Iterable[Json]) -> Table:
+    """The headline of everything measured, newest lines only."""
+    speed = of(newest(entries), "speed")
+    grid = grids.headline(speed)
+    made = Table(title="p50 of the whole call in µs", title_justify="left", box=None, pad_edge=False)
+    for place, header in enumerate(grid.header):
+        numbers = all(not isinstance(row[place].value, str) for row in grid.rows)
+        made.add_column(header, justify="right" if numbers else "left")
+    for row in grid.rows:
+        made.add_row(*(_styled(escape(cell.text), cell.tone) for cell in row))
+    return made
+
+
+def _styled(text: str, tone: str) -> str:
+    return f"[{_STYLES[tone]}]{text}[/]" if tone else text
+
+
+def as_markdown(grid: Grid) -> str:
+    """A grid in Markdown, columns aligned; empty if it has no rows."""
+    if not grid.rows:
+        return ""
+    rows = [list(grid.header), *([_one_line(cell.text) for cell in row] for row in grid.rows)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows]
+    lines.insert(1, "|" + "".join("-" * (width + 2) + "|" for width in widths))
+    return "\n".join(lines)
+
+
+def _one_line(text: str) -> str:
+    return html.escape(" ".join(text.split()), quote=False).replace("|", "\\|")
+
+
+def _under_conditions(grid: Grid, entries: Sequence[Json]) -> str:
+    if not grid.rows:
+        return ""
+    return conditions(entries) + "\n\n" + as_markdown(grid)
+
+
+def conditions(entries: Iterable[Json]) -> str:
+    """What the figures of some lines hold for: a sentence for each machine and set of versions."""
+    commits: dict[str, dict[str, None]] = {}
+    for entry in entries:
+        commit = f"commit {entry['commit']} of {str(entry['date'])[:10]}"
+        commits.setdefault(_machine(entry), {})[commit] = None
+    return "\n".join(_one_line(f"{machine}; {', '.join(these)}.") for machine, these in commits.items())
+
+
+def _machine(entry: Json) -> str:
+    machine, versions, settings = entry["machine"], entry["versions"], entry["settings"]
+    facts = [
+        machine.get("device"),
+        f"driver {machine['driver']}" if machine.get("driver") else None,
+        *(
+            f"{name} {versions[name]}"
+            for name in ("torch", "triton", "cuda", "cudnn")
+            if versions.get(name)
+        ),
+        f"TF32 {'on' if settings['tf32'] else 'off'}" if "tf32" in settings else None,
+        f"{settings['threads']} threads" if settings.get("threads") else None,
+        f"{settings['rounds']} interleaved rounds" if settings.get("rounds") else None,
+    ]
+    return ", ".join(str(fact) for fact in facts if fact)
+
+
+# ------------------------------------------------------------ into documents
+
+
+def filled(document: str, pieces: Mapping[str, str], name: str) -> str:
+    """The document with each piece between its markers; one at least has to be there.
+
+    `name` is what an error calls the document.
+    """
+    there = [piece for piece in pieces if _begin(piece) in document]
+    if not there:
+        known = ", ".join(_begin(piece) for piece in pieces) or "none, the record is empty"
+        raise InputError(
+            f"{name} has no place for a table of this record; put {_begin('gpu table')} and "
+            f"{_end('gpu table')} on lines of their own where it shall stand (markers known: {known})"
+        )
+    for piece in there:
+        before, _, rest = document.partition(_begin(piece))
+        _, end, after = rest.partition(_end(piece))
+        if not end:
+            raise InputError(f"{name} has {_begin(piece)} and no {_end(piece)} after it; add that line")
+        document = f"{before}{_begin(piece)}\n{pieces[piece]}\n{_end(piece)}{after}"
+    return document
+
+
+def fill(file: Path, pieces: Mapping[str, str]) -> None:
+    """Put the pieces into a Markdown file, between its markers."""
+    if not file.exists():
+        raise InputError(f"there is no document {file} to put tables into")
+    document = file.read_text(encoding="utf-8")
+    file.write_text(filled(document, pieces, str(file)), encoding="utf-8")
+
+
+def _begin(piece: str) -> str:
+    return f"<!-- {piece}: begin -->"
+
+
+def _end(piece: str) -> str:
+    return f"<!-- {piece}: end -->"

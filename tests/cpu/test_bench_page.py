@@ -1,0 +1,241 @@
+"""The page, the figures and the tables of a record say what the record says."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from cpu.bench_records import HTML, full, line, speed, timed
+from torch_nimble.bench import page, tables
+from torch_nimble.bench.plots import Level, Panel, Point, Series, bars, lines, ticks
+from torch_nimble.errors import InputError
+
+READINGS = {"bert-base fp16 1": "Its matrix products are <larger> than ours."}
+
+
+class Document(HTMLParser):
+    """The text of each section of a page, its tags, and what they refer to."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.sections: dict[str, str] = {}
+        self.tags: list[str] = []
+        self.references: list[str] = []
+        self._open: str | None = None
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.references += [value or "" for name, value in attrs if name in ("src", "href", "data")]
+        if tag == "section":
+            self._open = str(dict(attrs)["id"])
+            self.sections[self._open] = ""
+        elif self._open is not None and tag in ("td", "th"):
+            self.sections[self._open] += " | "
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "section":
+            self._open = None
+
+    def handle_data(self, data: str) -> None:
+        if self._open is not None:
+            self.sections[self._open] += data
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    into = tmp_path_factory.mktemp("page") / "new" / "folder"
+    made = page.render(full(), READINGS, into)
+    assert sorted(made) == sorted(into.iterdir())
+    return {path.name: path.read_text(encoding="utf-8") for path in made}
+
+
+@pytest.fixture(scope="module")
+def sections(written: dict[str, str]) -> dict[str, str]:
+    return Document(written["index.html"]).sections
+
+
+SAID = {
+    "conditions": (
+        "NVIDIA H200; driver 580.1; cores 16",
+        "torch 2.11.0",
+        "e591c9f",
+        "768494f",
+        "AMD EPYC",
+    ),
+    "paper": ("nasnet-a-mobile | fp32", "8.33× (", "22.34×"),
+    "results": ("vit-b16 | fp16", "1.60× (", "AMD EPYC", "2e-03"),
+    "streams": (
+        "nasnet-a-mobile",
+        "525 | 11 | 4 lanes | 4 | 170 | 990 | 660",
+        "1.50×",
+        "1.88×",
+        "amoebanet",
+    ),
+    "scheduling": ("5.00× (",),
+    "idle": ("91%", "85 %", "7 %"),
+    "modern": ("bert-base", "10.00× ("),
+    "batches": ("busy", "nasnet-a-mobile | fp16 | 4 | free", "1.50× ("),
+    "latency": ("5\u202f000 / 6\u202f000", "failed", HTML),
+    "limits": ("480 | 491 | 0.98× | 17.5", "8.20"),
+    "cost": ("31.4 | 3",),
+    "plans": ("900 | 450 | 2.00×",),
+    "calls": ("9.6", "19.4"),
+    "energy": ("900.0", "0.10×"),
+    "checks": ("2.0e-03", "3.0e-03 | reduce-overhead | yes | 53× | no"),
+    "slower": (
+        "In 5 of 10 results",
+        "bert-base fp16 1 | reduce-overhead | 400 | 500 | 25.0 % | Its matrix products are <larger>",
+        "vit-b16 fp16 1 | cudagraph | 450 | 500 | 11.1 % | no reading yet",
+        "resnet50 fp32 1 cpu | eager",
+    ),
+    "agreement": ("nasnet-a-mobile fp16 1", "10.0 %", "further apart", "darts fp16 1", "within 3 %"),
+    "failures": ("bert-base fp16 1 | speed | xla | no <b>jax</b>", "the process | out of memory\nwhile"),
+    "settings": ("tf32 | on (16)", "rounds | 3 (16)", "cuda (16)\ncpu (1)"),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_each_section_shows_what_the_record_says(name: str, sections: dict[str, str]) -> None:
+    for text in SAID[name]:
+        assert text in sections[name]
+
+
+def test_there_are_no_other_sections(sections: dict[str, str]) -> None:
+    assert set(sections) == set(SAID)
+
+
+def test_what_comes_from_the_record_is_text_and_never_markup(written: dict[str, str]) -> None:
+    assert "img" not in Document(written["index.html"]).tags
+    assert not any("<img" in text or "<b>" in text for text in written.values())
+
+
+def test_nothing_is_fetched_from_anywhere(written: dict[str, str]) -> None:
+    for text in written.values():
+        found = Document(text).references + re.findall(r"url\(([^)]*)\)", text)
+        assert all(reference.startswith("#") or reference == "data:," for reference in found)
+        assert "@import" not in text
+
+
+def test_figures_are_xml_with_a_title_and_every_value_in_words(written: dict[str, str]) -> None:
+    figures = {name: text for name, text in written.items() if name.endswith(".svg")}
+    assert set(figures) >= {"speedup.svg", "streams.svg", "idle.svg", "modern.svg", "batches.svg"}
+    for text in figures.values():
+        root = ElementTree.fromstring(text)
+        assert root.get("role") == "img"
+        labels = {child.get("id"): child.text for child in root}
+        assert labels[root.get("aria-labelledby")]
+        assert labels[root.get("aria-describedby")]
+        assert "prefers-color-scheme:dark" in text
+    assert "nasnet-a-mobile: the paper, V100 22.3, cudagraph 5.00" in figures["speedup.svg"]
+
+
+def test_sections_without_data_are_left_out(tmp_path: Path) -> None:
+    page.render([speed("my.models:net", peers={"nimble-serial": None})], {}, tmp_path)
+    found = Document((tmp_path / "index.html").read_text(encoding="utf-8")).sections
+    assert {"results", "slower", "latency"} <= set(found)
+    assert "In 0 of 1 results a peer has the smaller p50" in found["slower"]
+    assert not {"paper", "streams", "modern", "batches", "cost", "failures", "agreement"} & set(found)
+    assert not (tmp_path / "speedup.svg").exists()
+
+
+def test_a_record_of_failures_only_and_an_empty_one_have_a_page(tmp_path: Path) -> None:
+    page.render([line(error="no GPU")], {}, tmp_path)
+    found = Document((tmp_path / "index.html").read_text(encoding="utf-8")).sections
+    assert set(found) == {"conditions", "failures", "settings"}
+    page.render([], {}, tmp_path)
+    assert not Document((tmp_path / "index.html").read_text(encoding="utf-8")).sections
+
+
+def test_a_newer_line_of_another_machine_replaces_nothing() -> None:
+    on_cpu = {"settings": {"device": "cpu"}, "machine": {"device": "AMD EPYC"}}
+    pieces = tables.markdown([speed(ours=500), speed(ours=70_000, date="2026-12-01", **on_cpu)], {})
+    assert "AMD EPYC" not in pieces["gpu table"]
+    assert "NVIDIA" not in pieces["cpu table"]
+
+
+# ------------------------------------------------------------ charts
+
+
+def test_bars_are_as_high_as_their_values() -> None:
+    ours = Series("ours", (Point(2, 1.9, 2.1), Point(4)), "nimble", labelled=True)
+    series = (ours, Series("b", (None, Point(1)), "xla"))
+    text = bars("Title & more", "times", [Panel("fp16", ("a", "b"), series)], Level(1, "eager"))
+    root = ElementTree.fromstring(text)
+    boxes = [box for box in root.iter() if box.get("class", "").startswith("bar") and len(box)]
+    told = {box[0].text: float(str(box.get("height"))) for box in boxes}
+    assert set(told) == {"a, ours: 2.00 (1.90–2.10) times", "b, ours: 4.00 times", "b, b: 1.00 times"}
+    one = told["b, b: 1.00 times"]
+    assert told["b, ours: 4.00 times"] == pytest.approx(4 * one, abs=0.3)
+    assert root[0].text == "Title & more"
+
+
+def test_lines_have_a_point_for_each_value() -> None:
+    panel = Panel("by batch", ("1", "2", "4"), (Series("net", (Point(3), None, Point(1)), "first"),))
+    root = ElementTree.fromstring(lines("Batches", "times", "batch size", [panel, panel]))
+    dots = [dot[0].text for dot in root.iter() if dot.get("class", "").startswith("dot") and len(dot)]
+    assert dots == ["1, net: 3.00 times", "4, net: 1.00 times"] * 2
+
+
+@pytest.mark.parametrize("top", [0.003, 0.7, 1, 2.4, 9.99, 27.3, 100, 12345.6])
+def test_ticks_are_few_and_round_and_reach_the_top(top: float) -> None:
+    found = ticks(top)
+    assert found[0] == 0
+    assert found[-2] < top <= found[-1] * 1.000001
+    assert 4 <= len(found) <= 9
+
+
+# ------------------------------------------------------------ text
+
+
+def test_the_pieces_of_documentation() -> None:
+    pieces = tables.markdown(full(), READINGS)
+    assert set(pieces) == {"gpu table", "gpu streams", "gpu slower", "gpu failures", "cpu table"}
+    assert pieces["gpu table"].startswith(
+        "NVIDIA H200, driver 580.1, torch 2.11.0, triton 3.6.0, TF32 on"
+    )
+    assert "commit e591c9f of 2026-11-16" in pieces["gpu table"]
+    assert "<img" not in pieces["gpu table"]
+    rows = [row for text in pieces.values() for row in text.splitlines() if row.startswith("|")]
+    assert any("bert-base" in row and "25.0 %" in row and "&lt;larger&gt;" in row for row in rows)
+    assert any("out of memory while preparing" in row for row in rows)
+    faster = tables.markdown([speed(ours=100)], {})["gpu slower"]
+    assert faster == "Ours is slower than no other system in any result of this record."
+    assert tables.markdown([], {}) == {}
+
+
+def test_the_table_for_the_terminal() -> None:
+    console = Console(width=200, no_color=True)
+    with console.capture() as captured:
+        console.print(
+            tables.terminal([speed("my.models:[red]net", peers={"compile": timed(490)}), *full()])
+        )
+    text = captured.get()
+    assert re.search(r"my\.models:\[red\]net .* 490 .* 500 .* 0\.98×", text)
+    assert re.search(r"nasnet-a-mobile +fp16 +4 +free", text)
+
+
+def test_text_is_put_between_markers_and_nothing_else_changes(tmp_path: Path) -> None:
+    file = tmp_path / "README.md"
+    file.write_text("before\n<!-- gpu table: begin -->\nold\n<!-- gpu table: end -->\nafter\n")
+    for _ in range(2):
+        tables.fill(file, {"gpu table": "new", "gpu slower": "none"})
+        want = "before\n<!-- gpu table: begin -->\nnew\n<!-- gpu table: end -->\nafter\n"
+        assert file.read_text() == want
+
+
+def test_missing_markers_are_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    file = tmp_path / "README.md"
+    file.write_text("nothing here\n")
+    with pytest.raises(InputError, match=r"README.md has no place .* put <!-- gpu table: begin -->"):
+        tables.fill(file, {"gpu table": "new"})
+    file.write_text("<!-- gpu table: begin -->\n")
+    with pytest.raises(InputError, match=r"and no <!-- gpu table: end --> after it"):
+        tables.fill(file, {"gpu table": "new"})
+    with pytest.raises(InputError, match="there is no document"):
+        tables.fill(tmp_path / "none.md", {"gpu table": "new"})

@@ -1,0 +1,116 @@
+"""The page of a record in a browser: quiet, alone, and working with keyboard and thumb."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cpu.bench_records import full
+from torch_nimble.bench import page
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        # Where tests run as root, as in containers, Chromium's sandbox cannot start.
+        launched = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield launched
+        launched.close()
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder: Path = tmp_path_factory.mktemp("page")
+    page.render(full(), {}, folder)
+    return (folder / "index.html").as_uri()
+
+
+@pytest.fixture
+def opened(browser: Any, address: str) -> Iterator[Any]:
+    """The page on a screen of 1280 pixels, in a browser that prefers light; it must have been quiet."""
+    tab = browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme="light")
+    said: list[str] = []
+    tab.on("console", lambda message: said.append(message.text))
+    tab.on("pageerror", lambda error: said.append(str(error)))
+    tab.on("request", lambda request: said.append(request.url))
+    tab.goto(address)
+    yield tab
+    tab.close()
+    assert set(said) == {address}
+
+
+def column(table: Any, index: int) -> list[str]:
+    return [row.strip() for row in table.locator(f"tbody tr > :nth-child({index})").all_inner_texts()]
+
+
+def test_columns_sort_by_click_and_by_key(opened: Any) -> None:
+    table = opened.locator("#results table")
+    header = table.locator("th", has_text="ours").first
+    place = header.evaluate("cell => cell.cellIndex") + 1
+    before = column(table, place)
+
+    header.get_by_role("button").click()
+    assert header.get_attribute("aria-sort") == "ascending"
+    numbers = [float(text.replace("\u202f", "")) for text in column(table, place)]
+    assert numbers == sorted(numbers)
+    assert len(numbers) == len(before)
+
+    header.get_by_role("button").focus()
+    opened.keyboard.press("Enter")
+    assert header.get_attribute("aria-sort") == "descending"
+    assert column(table, place)[0] == f"{max(numbers):,.0f}".replace(",", "\u202f")
+
+    table.get_by_role("button", name="network").click()
+    assert header.get_attribute("aria-sort") is None
+    assert column(table, 1) == sorted(column(table, 1), key=str.lower)
+
+
+def test_what_is_missing_sorts_last_in_both_directions(opened: Any) -> None:
+    table = opened.locator("#checks table")
+    header = table.locator("th", has_text="tolerance").first
+    place = header.evaluate("cell => cell.cellIndex") + 1
+    for _ in range(2):
+        header.get_by_role("button").click()
+        assert column(table, place)[-1] == "–"
+
+
+def test_the_theme_follows_the_system_until_it_is_chosen(opened: Any) -> None:
+    def ground() -> list[str]:
+        found = "getComputedStyle(document.querySelector('{}')).{}"
+        where = (("body", "backgroundColor"), (".plot .ground", "fill"))
+        return [opened.evaluate(found.format(*place)) for place in where]
+
+    light = ground()
+    opened.emulate_media(color_scheme="dark")
+    dark = ground()
+    assert all(a != b for a, b in zip(light, dark, strict=True))
+    opened.locator("#theme").click()
+    assert ground() == light
+    opened.locator("#theme").click()
+    assert ground() == dark
+    opened.emulate_media(color_scheme="light")
+    assert ground() == dark
+    opened.reload()
+    assert ground() == dark
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_only_tables_scroll_sideways(opened: Any, width: int) -> None:
+    opened.set_viewport_size({"width": width, "height": 844})
+    assert opened.evaluate("document.documentElement.scrollWidth") == width
+    assert opened.evaluate("document.body.scrollWidth") == width
+
+
+def test_charts_and_tables_have_names_for_those_who_do_not_see(opened: Any) -> None:
+    assert opened.get_by_role("img", name="Inference, speed-up over eager").count() == 1
+    assert opened.get_by_role("region", name="Table: Results").count() == 1
+    ids = opened.evaluate("[...document.querySelectorAll('[id]')].map(element => element.id)")
+    assert len(ids) == len(set(ids))
