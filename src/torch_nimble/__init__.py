@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch_nimble import compat, schedule, zoo
-    from torch_nimble.api import compile, plan
+    from torch_nimble.api import compile, compile_step, plan
     from torch_nimble.engine import Engine
     from torch_nimble.errors import (
         CaptureError,
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from torch_nimble.plans import GraphFacts, Launch, Plan
     from torch_nimble.regions import Region
     from torch_nimble.taskgraph import Buffer, Task, TaskGraph
+    from torch_nimble.training.step import TrainingStep
 
 __version__ = "0.1.0"
 
@@ -59,8 +60,10 @@ _HOME = {
     "StateError": "errors",
     "Task": "taskgraph",
     "TaskGraph": "taskgraph",
+    "TrainingStep": "training.step",
     "UnknownNetworkError": "errors",
     "compile": "api",
+    "compile_step": "api",
     "plan": "api",
 }
 _MODULES = ("compat", "schedule", "zoo")
@@ -85,9 +88,11 @@ __all__ = [
     "StateError",
     "Task",
     "TaskGraph",
+    "TrainingStep",
     "UnknownNetworkError",
     "compat",
     "compile",
+    "compile_step",
     "plan",
     "schedule",
     "zoo",

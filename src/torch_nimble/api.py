@@ -1,8 +1,8 @@
-"""`compile()` and `plan()`: the two functions most people need."""
+"""`compile()`, `compile_step()` and `plan()`: the functions most people need."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch_nimble.plans import Plan
 from torch_nimble.prepare import Progress
 from torch_nimble.schedule import max_concurrency
 from torch_nimble.taskgraph import TaskGraph
+from torch_nimble.training.step import TrainingStep
 from torch_nimble.tree import flatten_inputs
 
 
@@ -76,6 +77,55 @@ def compile(
     if args is not None or kwargs is not None:
         engine.prepare(() if args is None else args, kwargs)
     return engine
+
+
+def compile_step(
+    loss_fn: Callable[..., Any],
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    clip_norm: float | None = None,
+    keep_grads: bool = False,
+    on_new_shape: str = "prepare",
+    max_graphs: int = 8,
+    strict: bool = False,
+    plan: Plan | str | Path | Mapping[str, Any] | None = None,
+    planner: Planner | None = None,
+    memory_limit: int | None = None,
+    progress: Progress = lambda stage: None,
+) -> TrainingStep:
+    """Make a training step run by ahead-of-time, multi-stream plans: `loss = step(*batch)`.
+
+    Forward, backward and the optimizer's update are one plan, made at the first call with a kind of
+    batch. Weights, buffers and the optimizer's state stay where they are: evaluate, save and load as
+    ever, and let schedulers change `optimizer.param_groups`.
+
+    loss_fn: `loss_fn(model, *batch)` returns the loss, a tensor of one element, or a tuple of it and
+        whatever else the step shall return. It may use `torch.autocast`.
+    optimizer: SGD, Adam and AdamW are part of the plan. Others make their steps themselves from the
+        gradients that the plan leaves, with a warning.
+    clip_norm: scale gradients down to this norm, all together, as `clip_grad_norm_` does.
+    keep_grads: leave the gradients of the step in `p.grad`.
+
+    The other options are those of `compile()`.
+    """
+    options = Options.checked(
+        on_new_shape=on_new_shape,
+        max_graphs=max_graphs,
+        strict=strict,
+        plan=plan,
+        planner=planner,
+        memory_limit=memory_limit,
+    )
+    return TrainingStep(
+        loss_fn,
+        model,
+        optimizer,
+        options,
+        clip_norm=clip_norm,
+        keep_grads=keep_grads,
+        progress=progress,
+    )
 
 
 def plan(model: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Plan:

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_nimble.capture import Adapter, examples, generators_kept
+from torch_nimble.capture import Traceable, examples, generators_kept
 from torch_nimble.devices import Device, Entry, Executable, RefusedError
 from torch_nimble.errors import CaptureError, InputError
 from torch_nimble.execute.autocast import autocast_off
-from torch_nimble.execute.check import agrees, worst_error
+from torch_nimble.execute.check import agrees
 from torch_nimble.execute.measure import fastest
 from torch_nimble.explain import Candidate, not_tried
 from torch_nimble.lower import Lowered
@@ -70,7 +70,7 @@ class MismatchError(RefusedError):
 
 def prepare(
     device: Device,
-    adapter: Adapter,
+    adapter: Traceable,
     tensors: Sequence[torch.Tensor],
     options: Options,
     folded: FoldedConstants,
@@ -86,7 +86,7 @@ def prepare(
 
 def _prepare(
     device: Device,
-    adapter: Adapter,
+    adapter: Traceable,
     tensors: Sequence[torch.Tensor],
     options: Options,
     folded: FoldedConstants,
@@ -143,7 +143,7 @@ def _prepare(
     )
 
 
-def _reference(adapter: Adapter, trial: Trial, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _reference(adapter: Traceable, trial: Trial, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """What eager gives, from the caller's random state."""
     try:
         reference = trial.eager()
@@ -160,8 +160,7 @@ def _check(device: Device, entry: Entry, reference: Sequence[torch.Tensor]) -> N
     """Compare one run with eager: its results and what it leaves in buffers and inputs."""
     assert isinstance(entry.trial, Trial)
     results = entry.trial.run(entry.executable.run)
-    entry.error = worst_error(results, reference)
-    entry.right = agrees(results, reference, device.allowed_error)
+    entry.error, entry.right = entry.trial.compare(results, reference, device.allowed_error)
     entry.note = "" if entry.right else f"disagrees with eager, relative error {entry.error:.3g}"
     if not entry.right:
         log.error("plan %r %s", entry.name, entry.note)
@@ -179,7 +178,7 @@ def _tolerant_entries(
         notes.append(not_tried(trial.lowered.graph.layout, reason))
 
 
-def _refuse_hidden_state(adapter: Adapter, trial: Trial, reference: Sequence[torch.Tensor]) -> None:
+def _refuse_hidden_state(adapter: Traceable, trial: Trial, reference: Sequence[torch.Tensor]) -> None:
     """CaptureError if a second call of the model itself gives something else than the first."""
     if not agrees(trial.eager(), reference):
         raise CaptureError(

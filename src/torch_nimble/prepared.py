@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torch_nimble.capture import Adapter
+from torch_nimble.capture import Traceable
 from torch_nimble.devices import Device
 from torch_nimble.errors import StateError
 from torch_nimble.execute.autocast import autocast_off
@@ -29,7 +29,7 @@ class Prepared:
         self,
         device: Device,
         signature: Signature,
-        adapter: Adapter,
+        adapter: Traceable,
         tensors: Sequence[torch.Tensor],
         options: Options,
         folded: FoldedConstants,
@@ -39,6 +39,7 @@ class Prepared:
         self.device = device
         self.choice: Choice = prepare(device, adapter, tensors, options, folded, progress)
         self._program = self.choice.lowered.program
+        self._trains = adapter.trains
         self._modules = [m for root in adapter.callee.modules.values() for m in root.modules()]
         self._lock = device.lock or threading.Lock()
         self._written = [i for i, slot in enumerate(self._program.inputs) if slot.mutated]
@@ -117,7 +118,7 @@ class Prepared:
         return SignatureAccount(
             inputs=str(self.signature),
             device=str(self.device.device),
-            training=any(self.signature.training),
+            training=any(self.signature.training) and not self._trains,
             calls=self.calls,
             facts=plan.facts,
             chosen=self.choice.chosen,

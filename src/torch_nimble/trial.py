@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from torch_nimble.capture import Adapter, TorchGenerators, generators_kept
+from torch_nimble.capture import TorchGenerators, Traceable, generators_kept
+from torch_nimble.execute.check import TOLERANCE, joined_error
 from torch_nimble.lower import Lowered
 from torch_nimble.weights import FoldedConstants
 
+_ROUNDINGS = 4
 Run = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
 
@@ -18,7 +22,7 @@ class Trial:
 
     def __init__(
         self,
-        adapter: Adapter,
+        adapter: Traceable,
         lowered: Lowered,
         tensors: Sequence[torch.Tensor],
         folded: FoldedConstants,
@@ -66,6 +70,46 @@ class Trial:
             *(copy for copy, written in zip(self.inputs, self._written, strict=True) if written),
         ]
 
+    def compare(
+        self,
+        results: Sequence[torch.Tensor],
+        reference: Sequence[torch.Tensor],
+        allowed: Callable[[torch.dtype], float | None],
+    ) -> tuple[float, bool]:
+        """The largest error of what `run` gave against what `eager` gave, and whether all is right."""
+        if len(results) != len(reference):
+            return math.inf, False
+        groups: dict[tuple[Any, ...], list[int]] = {}
+        for i, key in enumerate(self._keys(reference)):
+            groups.setdefault(key, []).append(i)
+        worst, right = 0.0, True
+        for (_, slack, dtype), places in groups.items():
+            found, wanted = [results[i] for i in places], [reference[i] for i in places]
+            tolerance = allowed(dtype) or TOLERANCE.get(dtype, 0.0)
+            if slack is not None:
+                before = [self._before(i - self._results_of(reference)) for i in places]
+                right &= _moved_alike(found, wanted, before, max(slack, tolerance))
+                continue
+            error = joined_error(found, wanted)
+            worst, right = max(worst, error), right and error <= tolerance
+        return worst, right
+
+    def _results_of(self, reference: Sequence[torch.Tensor]) -> int:
+        """How many of the values that are compared are results."""
+        return len(reference) - len(self._state) - sum(self._written)
+
+    def _before(self, place: int) -> torch.Tensor:
+        """What stood in a tensor of the state before the run."""
+        return list(self._state.values())[place]
+
+    def _keys(self, reference: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
+        """For each value what it is compared together with: results and inputs with nothing else."""
+        sources, first = self.lowered.program.sources, self._results_of(reference)
+        kinds: list[tuple[Any, float | None]] = [(i, None) for i in range(len(reference))]
+        targets = [sources[name].target for name in self._state]
+        kinds[first : first + len(targets)] = map(self._adapter.together, targets)
+        return [(*kind, tensor.dtype) for kind, tensor in zip(kinds, reference, strict=True)]
+
     def restore(self) -> None:
         """Put the copies and the generator back to where the caller's are."""
         for tensor, given, written in zip(self.inputs, self.given, self._written, strict=True):
@@ -74,6 +118,22 @@ class Trial:
         for name, tensor in self._state.items():
             self._copies[name].copy_(tensor)
         self._generators.restore()
+
+
+def _moved_alike(
+    found: Sequence[torch.Tensor],
+    wanted: Sequence[torch.Tensor],
+    before: Sequence[torch.Tensor],
+    share: float,
+) -> bool:
+    """Whether all moved from where they were as eager's did, but for a share of it and for rounding."""
+    moves = [b.double() - a.double() for a, b in zip(before, wanted, strict=True)]
+    misses = [b.double() - a.double() for a, b in zip(found, wanted, strict=True)]
+    moved, missed, size = (
+        math.hypot(*(torch.linalg.vector_norm(t).item() for t in tensors))
+        for tensors in (moves, misses, [b.double() for b in wanted])
+    )
+    return missed <= share * moved + _ROUNDINGS * torch.finfo(wanted[0].dtype).eps * size
 
 
 def _in_layout(tensor: torch.Tensor, strides: tuple[int, ...], *, copy: bool) -> torch.Tensor:

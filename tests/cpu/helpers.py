@@ -13,12 +13,13 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
 import torch_nimble as nimble
-import torch_nimble.devices.cpu
+from torch_nimble.capture import Adapter
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -156,18 +157,15 @@ def captured_once() -> Iterator[None]:
     Only for engines of the same model and the same inputs, the model in the same modes.
     """
     taken: list[Any] = []
-    real = torch_nimble.devices.cpu.capture
+    real = Adapter.capture
 
-    def capture(*args: Any) -> Any:
+    def capture(self: Adapter, tensors: Any, **options: Any) -> Any:
         if not taken:
-            taken.append(real(*args))
+            taken.append(real(self, tensors, **options))
         return taken[0]
 
-    torch_nimble.devices.cpu.capture = capture
-    try:
+    with mock.patch.object(Adapter, "capture", capture):
         yield
-    finally:
-        torch_nimble.devices.cpu.capture = real
 
 
 def assert_matches_eager(

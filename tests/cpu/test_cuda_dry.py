@@ -340,7 +340,7 @@ def test_a_failure_of_the_device_is_a_refusal_and_lack_of_memory_is_not(
 def test_the_short_way_of_a_call_is_taken_for_calls_like_the_one_before_and_no_others(
     device: CudaDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torch_nimble.engine.device_for", lambda home: device)
+    monkeypatch.setattr("torch_nimble.planned.device_for", lambda home: device)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()

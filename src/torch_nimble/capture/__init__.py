@@ -7,6 +7,7 @@ from torch_nimble.capture.inference import (
     AutocastState,
     Captured,
     Source,
+    Traceable,
     capture,
 )
 from torch_nimble.capture.isolation import TorchGenerators, examples, generators_kept
@@ -19,6 +20,7 @@ __all__ = [
     "Captured",
     "Source",
     "TorchGenerators",
+    "Traceable",
     "capture",
     "examples",
     "generators_kept",

@@ -16,7 +16,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx, nn
@@ -161,8 +161,37 @@ def _writes_only_its_own(graph: fx.Graph) -> bool:
     return True
 
 
+class Traceable(Protocol):
+    """What plans are made for: it can be captured, and be run eagerly without a trace."""
+
+    callee: Callee
+    trains: bool
+    """Whether a call is a training step."""
+
+    @property
+    def assigned(self) -> Sequence[str]:
+        """Attributes of modules that the last eager call assigned."""
+
+    def capture(self, tensors: Sequence[torch.Tensor], *, functional: bool = True) -> Captured:
+        """The graph of one call with tensors like these."""
+
+    def eager(
+        self, tensors: Sequence[torch.Tensor], *, copy_parameters: bool = False
+    ) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+        """What a call returns and what it leaves in its state, by target; nothing is changed."""
+
+    def together(self, target: str) -> tuple[str, float | None]:
+        """The name under which state is compared with eager's: what has one name is one vector.
+
+        With a number it is not the values that are compared but how they changed, which may be off
+        by that share.
+        """
+
+
 class Adapter(nn.Module):
     """The callee as a module from flat tensors to flat tensors, under the caller's autocast."""
+
+    trains = False
 
     def __init__(self, callee: Callee, structure: Node, autocast: AutocastState | None = None) -> None:
         super().__init__()
@@ -174,6 +203,14 @@ class Adapter(nn.Module):
         # torch.export puts the module's attributes back as they were, lists included; a plain
         # object's own are left alone.
         self._seen = _Seen()
+
+    def capture(self, tensors: Sequence[torch.Tensor], *, functional: bool = True) -> Captured:
+        """What torch.export makes of a call; see `capture`."""
+        return capture(self, tensors, functional=functional)
+
+    def together(self, target: str) -> tuple[str, float | None]:
+        """Every buffer on its own."""
+        return target, None
 
     @property
     def output_structure(self) -> Structure:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from torch_nimble.capture import Adapter, Captured
+from torch_nimble.capture import Captured, Traceable
 from torch_nimble.errors import NimbleError, PlanError
 from torch_nimble.execute.measure import TIE, Timing
 from torch_nimble.explain import Candidate
@@ -123,13 +123,13 @@ class Device(abc.ABC):
     """Medians closer than this factor count as equal."""
 
     @abc.abstractmethod
-    def capture(self, adapter: Adapter, tensors: Sequence[torch.Tensor]) -> Captured:
+    def capture(self, adapter: Traceable, tensors: Sequence[torch.Tensor]) -> Captured:
         """The graph of one call, in the form that this device's lowering wants."""
 
     @abc.abstractmethod
     def lowerings(
         self,
-        adapter: Adapter,
+        adapter: Traceable,
         tensors: Sequence[torch.Tensor],
         captured: Captured,
         options: Options,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from torch_nimble.capture import Adapter, Captured, capture
+from torch_nimble.capture import Captured, Traceable
 from torch_nimble.devices.base import Device, Entry, Executable, Strides, custom_plan
 from torch_nimble.execute.cpu import CpuExecutable
 from torch_nimble.execute.measure import Timing, race
@@ -40,13 +40,13 @@ class CpuDevice(Device):
 
     device = torch.device("cpu")
 
-    def capture(self, adapter: Adapter, tensors: Sequence[torch.Tensor]) -> Captured:
+    def capture(self, adapter: Traceable, tensors: Sequence[torch.Tensor]) -> Captured:
         """A functional graph: every operator will be a task."""
-        return capture(adapter, tensors)
+        return adapter.capture(tensors)
 
     def lowerings(
         self,
-        adapter: Adapter,
+        adapter: Traceable,
         tensors: Sequence[torch.Tensor],
         captured: Captured,
         options: Options,

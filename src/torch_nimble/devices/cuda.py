@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from torch_nimble.capture import Adapter, Captured, capture
+from torch_nimble.capture import Captured, Traceable
 from torch_nimble.devices.base import (
     Device,
     Entry,
@@ -73,14 +73,14 @@ class CudaDevice(Device):
         """On this device, whichever the caller's current one is."""
         return torch.cuda.device(self.device)
 
-    def capture(self, adapter: Adapter, tensors: Sequence[torch.Tensor]) -> Captured:
+    def capture(self, adapter: Traceable, tensors: Sequence[torch.Tensor]) -> Captured:
         """A graph for Inductor, which makes it functional itself; functional without Inductor."""
         inductor.start_workers()
-        return capture(adapter, tensors, functional=inductor.unsupported() is not None)
+        return adapter.capture(tensors, functional=inductor.unsupported() is not None)
 
     def lowerings(
         self,
-        adapter: Adapter,
+        adapter: Traceable,
         tensors: Sequence[torch.Tensor],
         captured: Captured,
         options: Options,
@@ -97,7 +97,7 @@ class CudaDevice(Device):
                 ) from reason
             notes.append(not_tried("fused kernels", reason))
         try:
-            return [lower_operators(capture(adapter, tensors), device=self.device)]
+            return [lower_operators(adapter.capture(tensors), device=self.device)]
         except LoweringError as reason:
             raise RefusedError(str(reason)) from reason
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -59,6 +60,18 @@ def worst_error(results: Sequence[torch.Tensor], references: Sequence[torch.Tens
         return float("inf")
     pairs = zip(results, references, strict=True)
     return max((relative_error(a, b) for a, b in pairs), default=0.0)
+
+
+def joined_error(results: Sequence[torch.Tensor], references: Sequence[torch.Tensor]) -> float:
+    """The relative error of all pairs as one vector."""
+    errors = [relative_error(a, b) for a, b in zip(results, references, strict=True)]
+    if len(errors) == 1 or not all(math.isfinite(error) for error in errors):
+        return max(errors)
+    sizes = [torch.linalg.vector_norm(b.double()).item() for b in references]
+    # An error is that of its own tensor, and where that is zero, the difference itself.
+    far = [error * (size or 1.0) for error, size in zip(errors, sizes, strict=True)]
+    size = math.hypot(*sizes)
+    return math.hypot(*far) / size if size > 0 else math.hypot(*far)
 
 
 def agrees(

@@ -1,0 +1,1 @@
+"""The whole training step ahead of time: forward, backward and update as one plan."""
