@@ -18,7 +18,7 @@ from torch_nimble.plans import Plan
 from torch_nimble.prepare import Progress
 from torch_nimble.schedule import max_concurrency
 from torch_nimble.taskgraph import TaskGraph
-from torch_nimble.training.step import TrainingStep
+from torch_nimble.training.step import Settings, TrainingStep
 from torch_nimble.tree import flatten_inputs
 
 
@@ -86,6 +86,9 @@ def compile_step(
     *,
     clip_norm: float | None = None,
     keep_grads: bool = False,
+    accumulate: int = 1,
+    scaler: torch.amp.GradScaler | None = None,
+    check_finite: bool = False,
     on_new_shape: str = "prepare",
     max_graphs: int = 8,
     strict: bool = False,
@@ -104,8 +107,13 @@ def compile_step(
         whatever else the step shall return. It may use `torch.autocast`.
     optimizer: SGD, Adam and AdamW are part of the plan. Others make their steps themselves from the
         gradients that the plan leaves, with a warning.
-    clip_norm: scale gradients down to this norm, all together, as `clip_grad_norm_` does.
+    clip_norm: scale gradients down to this norm, all together, as `clip_grad_norm_` does; `grad_norm`
+        has the norm they had.
     keep_grads: leave the gradients of the step in `p.grad`.
+    accumulate: so many calls make one step, by the mean of their losses.
+    scaler: a GradScaler for float16; skipped steps are found out on the device, and nobody waits.
+    check_finite: raise FloatingPointError, with nothing changed, if a gradient is not finite. Every
+        step is waited for.
 
     The other options are those of `compile()`.
     """
@@ -117,15 +125,10 @@ def compile_step(
         planner=planner,
         memory_limit=memory_limit,
     )
-    return TrainingStep(
-        loss_fn,
-        model,
-        optimizer,
-        options,
-        clip_norm=clip_norm,
-        keep_grads=keep_grads,
-        progress=progress,
+    settings = Settings(
+        loss_fn, model, optimizer, clip_norm, keep_grads, accumulate, scaler, check_finite
     )
+    return TrainingStep(settings, options, progress)
 
 
 def plan(model: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Plan:

@@ -26,6 +26,8 @@ class Signature:
     default_dtype: torch.dtype
     flags: tuple[bool, ...] = ()
     """What torch may do to numbers on a GPU, such as TF32."""
+    phase: str = ""
+    """Which part of a training step it is, where several batches make one."""
 
     def __str__(self) -> str:
         shapes = [
@@ -37,6 +39,8 @@ class Signature:
             modes.append("training")
         if self.autocast is not None:
             modes.append(f"autocast {str(self.autocast.dtype).removeprefix('torch.')}")
+        if self.phase:
+            modes.append(self.phase)
         return ", ".join(shapes) + (f" ({', '.join(modes)})" if modes else "")
 
 

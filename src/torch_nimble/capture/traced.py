@@ -16,6 +16,10 @@ import torch
 import torch.utils.checkpoint as checkpointing
 from torch import fx, nn
 
+from torch_nimble.capture.inference import Captured, Source
+from torch_nimble.tree import Structure
+
+_aten = torch.ops.aten
 Function = Callable[..., Sequence[torch.Tensor]]
 
 
@@ -69,3 +73,66 @@ def noticing_checkpoints() -> Iterator[list[str]]:
         mock.patch.object(checkpointing, "CheckpointFunction", Noted),
     ):
         yield used
+
+
+def as_captured(
+    module: fx.GraphModule,
+    sources: Mapping[str, Source],
+    written: Sequence[str],
+    structure: Structure,
+) -> Captured:
+    """A graph of state and batch, in this order, as one that writes its state where that is.
+
+    The last of its results are the new values of what is `written`.
+    """
+    graph, targets = module.graph, list(sources)
+    _without_detach(graph)
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    by_target = dict(zip(targets, placeholders, strict=False))
+    output = graph.output_node()
+    values = list(output.args[0])  # type: ignore[arg-type]
+    results, news = values[: len(values) - len(written)], values[len(values) - len(written) :]
+    mutated = []
+    with graph.inserting_before(output):
+        for target, value in zip(written, news, strict=True):
+            place = by_target[target]
+            if value is not place:
+                node = graph.call_function(_aten.copy_.default, (place, value))
+                node.meta.update(val=place.meta["val"])
+                mutated.append(place.name)
+    output.args = (tuple(results),)
+    for target in targets:
+        if not by_target[target].users:
+            graph.erase_node(by_target.pop(target))
+    graph.eliminate_dead_code()
+    return Captured(
+        graph=graph,
+        owner=module,
+        inputs=tuple(node.name for node in placeholders[len(targets) :]),
+        constants={node.name: sources[t] for t, node in by_target.items()} | _literals(module),
+        mutated=frozenset(mutated),
+        output_structure=structure,
+    )
+
+
+def _without_detach(graph: fx.Graph) -> None:
+    """What autograd was kept out of is of no interest below it."""
+    for node in graph.nodes:
+        if node.target is _aten.detach.default:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def _literals(module: fx.GraphModule) -> dict[str, Source]:
+    """Tensors that the caller's code makes out of Python values, as constants of the graph."""
+    graph, found = module.graph, dict[str, Source]()
+    for node in graph.find_nodes(op="get_attr"):
+        tensor = getattr(module, str(node.target))
+        if isinstance(tensor, torch.Tensor):
+            with graph.inserting_before(next(iter(graph.nodes))):
+                place = graph.placeholder(str(node.target))
+            place.meta.update(node.meta)
+            node.replace_all_uses_with(place)
+            graph.erase_node(node)
+            found[place.name] = Source({place.name: tensor}, place.name, place.name, place.name)
+    return found

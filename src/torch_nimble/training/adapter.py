@@ -2,7 +2,8 @@
 
 The step is a function from state and batch to results and new state: the loss of the caller's function,
 its gradients, and the optimizer's update. Traced as one graph, weight gradients and updates leave the
-critical path by themselves.
+critical path by themselves. Where several batches make a step, each has a graph: gradients are set aside
+by the first, added to by those that follow, and used by the last.
 """
 
 from __future__ import annotations
@@ -11,23 +12,25 @@ import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import fx, nn
+from torch import nn
 
-from torch_nimble.capture import MODEL_LOCK, AutocastState, Callee, Captured, Source
+from torch_nimble.capture import MODEL_LOCK, AutocastState, Callee, Captured
 from torch_nimble.capture.failure import explain_failure
 from torch_nimble.capture.isolation import refusing_frozen_draws
-from torch_nimble.capture.traced import noticing_checkpoints, replaced, trace
+from torch_nimble.capture.traced import as_captured, noticing_checkpoints, replaced, trace
 from torch_nimble.errors import CaptureError, InputError
 from torch_nimble.lower.observe import draws_random
 from torch_nimble.training.rules import Rule
+from torch_nimble.training.scaling import Scaling
 from torch_nimble.training.state import StepState
 from torch_nimble.tree import Node, Structure, flatten_output, unflatten_inputs
 
-_aten = torch.ops.aten
 LossFunction = Callable[..., Any]
+Phase = Literal["", "first batch", "further batch", "last batch"]
+Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +45,14 @@ class Step:
     state: StepState
     keeps_gradients: bool
     clip_norm: float | None
+    accumulate: int
+    scaling: Scaling | None
+    checks_finite: bool
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether a step is left out where its gradients are not finite."""
+        return self.scaling is not None or self.checks_finite
 
     def losses(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, Any]:
         """The loss and whatever else the caller's function returns."""
@@ -57,6 +68,16 @@ class Step:
             raise InputError("the loss does not depend on any parameter that requires grad")
         return loss, tuple(rest)
 
+    def results(self, loss: torch.Tensor, rest: tuple[Any, ...]) -> Any:
+        """What the caller gets."""
+        return (loss.detach(), *rest) if rest else loss.detach()
+
+    def weighed(self, loss: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+        """The loss as it is differentiated: its share of the step's batches, scaled."""
+        if self.accumulate > 1:
+            loss = loss / self.accumulate
+        return loss if scale is None else loss * scale
+
 
 class StepCallee(Callee):
     """The loss function, called with the model first."""
@@ -68,21 +89,32 @@ class StepCallee(Callee):
 
 
 class StepAdapter:
-    """A step for one signature of its batch."""
+    """A step, or a part of one, for one signature of its batch."""
 
     trains = True
     assigned: Sequence[str] = ()
 
     def __init__(
-        self, callee: Callee, step: Step, structure: Node, autocast: AutocastState | None
+        self,
+        callee: Callee,
+        step: Step,
+        structure: Node,
+        autocast: AutocastState | None,
+        phase: Phase = "",
     ) -> None:
         self.callee = callee
         self._step = step
         self._structure = structure
         self._autocast = autocast
+        self._phase = phase
         self.output_structure: Structure
         self.updated: frozenset[str] = frozenset()
         """The parameters that get a gradient."""
+
+    @property
+    def updates(self) -> bool:
+        """Whether this part makes the update."""
+        return self._phase in ("", "last batch")
 
     # ------------------------------------------------------------ captured
 
@@ -107,24 +139,23 @@ class StepAdapter:
             raise
         except Exception as reason:
             raise explain_failure(self.callee, reason) from reason
-        graph = module.graph
-        _without_detach(graph)
-        if checkpoints and any(draws_random(n.target, n.args, n.kwargs) for n in graph.nodes):
+        if checkpoints and any(draws_random(n.target, n.args, n.kwargs) for n in module.graph.nodes):
             raise CaptureError(
                 "the model uses activation checkpointing around random numbers (dropout); a step that "
                 "is captured would draw others when it recomputes. Leave checkpointing or dropout out"
             )
-        return _captured(module, sources, targets, written, self.output_structure)
+        return as_captured(module, sources, written, self.output_structure)
 
     def _functional(
-        self, state: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]
+        self, state: Tensors, batch: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         """Results, and the new value of every target that may have one."""
         step = self._step
-        own = {t.removeprefix("model."): v for t, v in state.items() if t.startswith("model.")}
+        own = _under("model", state)
         wanted = {m.name for m in step.state.members if m.parameter.requires_grad}
         leaves = {name: own[name].detach().requires_grad_() for name in own if name in wanted}
         buffers = {name: value for name, value in own.items() if name not in leaves}
+        before = self._to_put_back(state)
         args, kwargs = unflatten_inputs(self._structure, batch)
         with (
             torch.enable_grad(),
@@ -132,52 +163,76 @@ class StepAdapter:
             AutocastState.entered(self._autocast),
         ):
             loss, rest = step.losses(args, kwargs)
-        found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+            weighed = step.weighed(loss, state.get("scaler._scale"))
+        found = torch.autograd.grad(weighed, list(leaves.values()), allow_unused=True)
         gradients = {n: g for n, g in zip(leaves, found, strict=True) if g is not None}
         self.updated = frozenset(gradients)
-        results, self.output_structure = flatten_output(
-            (loss.detach(), *rest) if rest else loss.detach()
-        )
+        results, self.output_structure = flatten_output(step.results(loss, rest))
         new = {f"model.{name}": value for name, value in buffers.items()}
         with torch.no_grad():
-            new |= self._updates(state, own, gradients)
+            if self._phase not in ("", "first batch"):
+                gradients = {n: g + state[f"sum.{n}"] for n, g in gradients.items()}
+            if not self.updates:
+                new |= {f"sum.{name}": gradient for name, gradient in gradients.items()}
+            else:
+                new |= self._updates(state, own, gradients)
+                new |= {t: torch.where(new["signal.skipped"], v, new[t]) for t, v in before.items()}
         return [result.detach() for result in results], new
 
-    def _updates(
-        self,
-        state: Mapping[str, torch.Tensor],
-        own: Mapping[str, torch.Tensor],
-        gradients: Mapping[str, torch.Tensor],
-    ) -> dict[str, torch.Tensor]:
-        """What the optimizer does."""
-        step, new = self._step, dict[str, torch.Tensor]()
-        if step.clip_norm is not None and gradients:
-            gradients = clipped(gradients, step.clip_norm)
+    def _to_put_back(self, state: Tensors) -> dict[str, torch.Tensor]:
+        """Buffers, such as the statistics of batch norm, that a step refused leaves as they were."""
+        if not (self._step.checks_finite and self.updates):
+            return {}
+        targets = [f"model.{name}" for name, _ in self._step.model.named_buffers()]
+        return {target: state[target].clone() for target in targets}
+
+    def _updates(self, state: Tensors, own: Tensors, gradients: Tensors) -> dict[str, torch.Tensor]:
+        """What is done with the gradients of a whole step."""
+        step, new, signals = self._step, dict[str, torch.Tensor](), _under("signal", state)
+        if step.scaling is not None:
+            unscaled = state["scaler._scale"].double().reciprocal().float()
+            gradients = {name: gradient * unscaled for name, gradient in gradients.items()}
+        fine = _all_finite(gradients) if step.may_skip else None
+        if "norm" in signals:
+            norm = total_norm(gradients)
+            new["signal.norm"] = norm.to(signals["norm"].dtype)
+            if step.clip_norm is not None:
+                gradients = clipped(gradients, norm, step.clip_norm)
         if step.keeps_gradients:
             new |= {f"gradient.{name}": gradient for name, gradient in gradients.items()}
-        if step.rule is None:
-            return new
-        numbers: list[dict[str, torch.Tensor]] = []
+        if fine is not None:
+            new["signal.skipped"] = torch.logical_not(fine)
+        if step.scaling is not None:
+            new |= step.scaling.update(state, torch.logical_not(new["signal.skipped"]))
+        if step.rule is not None:
+            updates = self._rule_updates(step.rule, state, own, gradients)
+            if fine is not None:
+                updates = {t: torch.where(fine, value, state[t]) for t, value in updates.items()}
+            new |= updates
+        return new
+
+    def _rule_updates(
+        self, rule: Rule, state: Tensors, own: Tensors, gradients: Tensors
+    ) -> dict[str, torch.Tensor]:
+        """What the optimizer does."""
+        step, new, numbers = self._step, dict[str, torch.Tensor](), list[dict[str, torch.Tensor]]()
         for index in range(len(step.optimizer.param_groups)):
-            prefix = f"group.{index}."
-            now = {t.removeprefix(prefix): v for t, v in state.items() if t.startswith(prefix)}
-            if step.rule.counts_steps:
-                new[f"{prefix}step"] = now["step"] + 1
-                now |= step.rule.once(now, new[f"{prefix}step"])
+            now = dict(_under(f"group.{index}", state))
+            if rule.counts_steps:
+                new[f"group.{index}.step"] = now["step"] + 1
+                now |= rule.once(now, new[f"group.{index}.step"])
             numbers.append(now)
         for member in step.state.members:
             if member.name in gradients:
-                prefix = f"optimizer.{member.name}."
-                kept = {t.removeprefix(prefix): v for t, v in state.items() if t.startswith(prefix)}
-                updated, kept = step.rule.update(
+                updated, kept = rule.update(
                     own[member.name],
                     gradients[member.name],
-                    kept,
+                    _under(f"optimizer.{member.name}", state),
                     numbers[member.group],
                     step.state.group(member),
                 )
                 new[f"model.{member.name}"] = updated
-                new |= {f"{prefix}{kind}": value for kind, value in kept.items()}
+                new |= {f"optimizer.{member.name}.{kind}": value for kind, value in kept.items()}
         return new
 
     def together(self, target: str) -> tuple[str, float | None]:
@@ -190,7 +245,7 @@ class StepAdapter:
             return "parameters", self._step.rule.slack
         if kind == "optimizer":
             return f"optimizer.{target.rpartition('.')[2]}", None
-        return ("gradients", None) if kind == "gradient" else (target, None)
+        return (kind, None) if kind in ("gradient", "sum") else (target, None)
 
     # ------------------------------------------------------------ eager
 
@@ -201,22 +256,26 @@ class StepAdapter:
         step = self._step
         held = {t: s.tensor() for t, s in step.state.sources().items()}
         after = {t: v.detach().clone() for t, v in held.items() if v is not None}
-        trained = {m.name for m in step.state.members if m.parameter.requires_grad}
-        for name in trained:
-            after[f"model.{name}"].requires_grad_()
-        optimizer = self._optimizer_over(after)
+        own = _under("model", after)
+        trained = {m.name: own[m.name] for m in step.state.members if m.parameter.requires_grad}
+        for parameter in trained.values():
+            parameter.requires_grad_()
+        before = self._to_put_back(after)
+        optimizer = self._optimizer_over(own)
         args, kwargs = unflatten_inputs(self._structure, list(tensors))
-        own = {t.removeprefix("model."): v for t, v in after.items() if t.startswith("model.")}
         with torch.enable_grad():
             with replaced(step.model, own), AutocastState.entered(self._autocast):
                 loss, rest = step.losses(args, kwargs)
-            loss.backward()  # type: ignore[no-untyped-call]
-        if step.clip_norm is not None:
-            nn.utils.clip_grad_norm_([own[name] for name in trained], step.clip_norm)
-        if step.keeps_gradients:
-            after |= {f"gradient.{n}": g for n in trained if (g := own[n].grad) is not None}
-        if step.rule is not None:
-            optimizer.step()
+            step.weighed(loss, after.get("scaler._scale")).backward()  # type: ignore[no-untyped-call]
+        if self._phase not in ("", "first batch"):
+            for name, parameter in trained.items():
+                if parameter.grad is not None:
+                    parameter.grad += after[f"sum.{name}"]
+        if self.updates:
+            finish(step, trained, optimizer, after)
+            after |= before if before and after["signal.skipped"] else {}
+        else:
+            after |= {f"sum.{n}": p.grad for n, p in trained.items() if p.grad is not None}
         for member in step.state.members:
             kept = optimizer.state[own[member.name]]
             prefix = f"optimizer.{member.name}."
@@ -225,15 +284,15 @@ class StepAdapter:
             }
             if "step" in kept:
                 after[f"group.{member.group}.step"] = torch.as_tensor(kept["step"]).double()
-        results, _ = flatten_output((loss.detach(), *rest) if rest else loss.detach())
+        results, _ = flatten_output(step.results(loss, rest))
         return tuple(results), {target: value.detach() for target, value in after.items()}
 
-    def _optimizer_over(self, after: Mapping[str, torch.Tensor]) -> torch.optim.Optimizer:
+    def _optimizer_over(self, own: Tensors) -> torch.optim.Optimizer:
         """An optimizer like the caller's, in the same state, over the copies."""
         step = self._step
         names = {m.parameter: m.name for m in step.state.members}
         groups = [
-            {**group, "params": [after[f"model.{names[p]}"] for p in group["params"]]}
+            {**group, "params": [own[names[p]] for p in group["params"]]}
             for group in step.optimizer.param_groups
         ]
         made = type(step.optimizer)(groups)  # type: ignore[call-arg]
@@ -241,72 +300,54 @@ class StepAdapter:
         return made
 
 
-def clipped(gradients: Mapping[str, torch.Tensor], most: float) -> dict[str, torch.Tensor]:
-    """Scaled so that their norm as one vector is at most that, as `clip_grad_norm_` does it."""
+def finish(
+    step: Step, parameters: Tensors, optimizer: torch.optim.Optimizer, state: dict[str, torch.Tensor]
+) -> None:
+    """The rest of a step by PyTorch itself, from gradients that stand in the parameters.
+
+    What a plan would write beside parameters and the optimizer's own goes into `state`, by target.
+    """
+    given = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    if step.scaling is not None:
+        unscaled = state["scaler._scale"].double().reciprocal().float()
+        for gradient in given.values():
+            gradient.mul_(unscaled)
+    if "signal.norm" in state:
+        state["signal.norm"] = total_norm(given).to(state["signal.norm"].dtype)
+    fine = bool(_all_finite(given)) if step.may_skip else True
+    if step.clip_norm is not None:
+        nn.utils.clip_grad_norm_(list(parameters.values()), step.clip_norm)
+    if step.keeps_gradients:
+        state |= {f"gradient.{name}": gradient for name, gradient in given.items()}
+    if step.may_skip:
+        state["signal.skipped"] = torch.tensor(not fine, device=state["signal.skipped"].device)
+    if step.scaling is not None:
+        state |= step.scaling.update(state, torch.logical_not(state["signal.skipped"]))
+    if step.rule is not None and fine:
+        optimizer.step()
+
+
+def _under(prefix: str, state: Tensors) -> dict[str, torch.Tensor]:
+    """The part of the state whose targets begin so, by the rest of their names."""
+    first = f"{prefix}."
+    return {target[len(first) :]: value for target, value in state.items() if target.startswith(first)}
+
+
+# ------------------------------------------------------------ gradients
+
+
+def total_norm(gradients: Tensors) -> torch.Tensor:
+    """The norm of all gradients as one vector, as `clip_grad_norm_` computes it."""
     norms = [torch.linalg.vector_norm(gradient) for gradient in gradients.values()]
-    total = torch.linalg.vector_norm(torch.stack(norms))
-    factor = torch.clamp(most / (total + 1e-6), max=1.0)
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm
+
+
+def clipped(gradients: Tensors, norm: torch.Tensor, most: float) -> dict[str, torch.Tensor]:
+    """Scaled so that their norm as one vector is at most that, as `clip_grad_norm_` does it."""
+    factor = torch.clamp(most / (norm + 1e-6), max=1.0)
     return {name: gradient * factor.to(gradient.dtype) for name, gradient in gradients.items()}
 
 
-# ------------------------------------------------------------ graphs
-
-
-def _without_detach(graph: fx.Graph) -> None:
-    """What autograd was kept out of is of no interest below it."""
-    for node in graph.nodes:
-        if node.target is _aten.detach.default:
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
-
-
-def _captured(
-    module: fx.GraphModule,
-    sources: Mapping[str, Source],
-    targets: Sequence[str],
-    written: Sequence[str],
-    structure: Structure,
-) -> Captured:
-    """The graph with its new state written where the old one is."""
-    graph = module.graph
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    by_target = dict(zip(targets, placeholders, strict=False))
-    output = graph.output_node()
-    values = list(output.args[0])  # type: ignore[arg-type]
-    results, news = values[: len(values) - len(written)], values[len(values) - len(written) :]
-    mutated = []
-    with graph.inserting_before(output):
-        for target, value in zip(written, news, strict=True):
-            place = by_target[target]
-            if value is not place:
-                node = graph.call_function(_aten.copy_.default, (place, value))
-                node.meta.update(val=place.meta["val"])
-                mutated.append(place.name)
-    output.args = (tuple(results),)
-    for target in targets:
-        if not by_target[target].users:
-            graph.erase_node(by_target.pop(target))
-    graph.eliminate_dead_code()
-    return Captured(
-        graph=graph,
-        owner=module,
-        inputs=tuple(node.name for node in placeholders[len(targets) :]),
-        constants={node.name: sources[t] for t, node in by_target.items()} | _literals(module),
-        mutated=frozenset(mutated),
-        output_structure=structure,
-    )
-
-
-def _literals(module: fx.GraphModule) -> dict[str, Source]:
-    """Tensors that the caller's code makes out of Python values, as constants of the graph."""
-    graph, found = module.graph, dict[str, Source]()
-    for node in graph.find_nodes(op="get_attr"):
-        tensor = getattr(module, str(node.target))
-        if isinstance(tensor, torch.Tensor):
-            with graph.inserting_before(next(iter(graph.nodes))):
-                place = graph.placeholder(str(node.target))
-            place.meta.update(node.meta)
-            node.replace_all_uses_with(place)
-            graph.erase_node(node)
-            found[place.name] = Source({place.name: tensor}, place.name, place.name, place.name)
-    return found
+def _all_finite(gradients: Tensors) -> torch.Tensor:
+    return torch.stack([torch.isfinite(gradient).all() for gradient in gradients.values()]).all()

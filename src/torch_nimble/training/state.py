@@ -8,7 +8,7 @@ Gradients are kept only where somebody wants them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,12 @@ from torch import nn
 from torch_nimble.capture import Source
 from torch_nimble.errors import InputError
 from torch_nimble.training.rules import Rule
+from torch_nimble.training.scaling import Scaling
 
 _NUMBER = torch.float64
 """Of one element, so it promotes nothing, and as exact as Python's numbers are."""
 _STEP = "step"
+_SIGNALS = {"norm": torch.float32, "skipped": torch.bool}
 
 Table = dict[str, torch.Tensor]
 
@@ -43,7 +45,11 @@ class StepState:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         rule: Rule | None,
-        keeps_gradients: bool,
+        *,
+        keeps_gradients: bool = False,
+        accumulates: bool = False,
+        signals: Sequence[str] = (),
+        scaling: Scaling | None = None,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
@@ -61,10 +67,18 @@ class StepState:
                 now = {**rule.numbers(group), **({_STEP: 0.0} if rule.counts_steps else {})}
                 self._last.append(now)
                 self._numbers.append({name: self._number(value) for name, value in now.items()})
-        self._gradients: Table = {}
-        if keeps_gradients:
-            wanted = [m for m in self.members if m.parameter.requires_grad]
-            self._gradients = {m.name: _zeros_like(m.parameter) for m in wanted}
+        wanted = [member for member in self.members if member.parameter.requires_grad]
+        self._gradients = {m.name: _zeros_like(m.parameter) for m in wanted if keeps_gradients}
+        self._sums = {m.name: _zeros_like(m.parameter) for m in wanted if accumulates}
+        self.signals: Table = {
+            name: torch.zeros((), dtype=_SIGNALS[name], device=self._device) for name in signals
+        }
+        """What a step tells beside its results."""
+        self._scaling = scaling
+        self._counted = True
+        self._hook: Any = None
+        if rule is not None and rule.counts_steps and scaling is not None:
+            self._hook = optimizer.register_state_dict_pre_hook(self._before_saving)
         self.follow()
 
     def _number(self, value: Any) -> torch.Tensor:
@@ -79,27 +93,30 @@ class StepState:
         """What makes another plan necessary when it changes: parameters, and switches of groups."""
         groups = self._optimizer.param_groups
         wanted = tuple((id(p), p.requires_grad) for group in groups for p in group["params"])
-        return wanted, () if self._rule is None else tuple(map(self._rule.switches, groups))
+        switches = () if self._rule is None else tuple(map(self._rule.switches, groups))
+        return wanted, switches, () if self._scaling is None else self._scaling.settings()
 
     # ------------------------------------------------------------ what a plan works on
 
     def sources(self) -> dict[str, Source]:
-        """Where every tensor lives, in a fixed order."""
+        """Where every tensor lives, in a fixed order; tied ones once, by their first name."""
         found = {}
+        seen: set[int] = set()
         for path, module in self._model.named_modules():
             for table in (module._parameters, module._buffers):
                 for key, tensor in table.items():
-                    if tensor is not None:
+                    if tensor is not None and id(tensor) not in seen:
+                        seen.add(id(tensor))
                         name = f"{path}.{key}" if path else key
                         found[f"model.{name}"] = Source(table, key, name, f"model.{name}")
         tables = {f"optimizer.{name}": kept for name, kept in self._kept.items()}
         tables |= {f"group.{index}": numbers for index, numbers in enumerate(self._numbers)}
-        tables["gradient"] = self._gradients
+        tables |= {"gradient": self._gradients, "sum": self._sums, "signal": self.signals}
         for prefix, own in tables.items():
             for key in own:
                 target = f"{prefix}.{key}"
                 found[target] = Source(own, key, target, target)
-        return found
+        return found if self._scaling is None else found | self._scaling.sources()
 
     # ------------------------------------------------------------ the caller's optimizer
 
@@ -144,7 +161,8 @@ class StepState:
             if member.name in self._gradients:
                 found = self._gradients[member.name] if member.name in updated else None
                 member.parameter.grad = found
-        if steps:
+        self._counted = self._scaling is None
+        if steps and self._counted:
             torch._foreach_add_(steps, 1)
 
     def _step_of(self, member: Member) -> torch.Tensor:
@@ -153,6 +171,21 @@ class StepState:
         on_device = group.get("capturable") or group.get("fused")
         device = member.parameter.device if on_device else "cpu"
         return torch.zeros((), dtype=torch.get_default_dtype(), device=device)
+
+    def let_go(self) -> None:
+        """Leave the optimizer as one that has made its steps itself."""
+        self._before_saving(self._optimizer)
+        if self._hook is not None:
+            self._hook.remove()
+
+    def _before_saving(self, optimizer: torch.optim.Optimizer) -> None:
+        """Steps that may have been skipped are counted on the device, which is waited for here only."""
+        if not self._counted:
+            for member in self.members:
+                known = optimizer.state.get(member.parameter) or {}
+                if _STEP in known:
+                    known[_STEP].fill_(self._numbers[member.group][_STEP].item())
+            self._counted = True
 
     def recount(self) -> None:
         """After a step that the optimizer made itself."""

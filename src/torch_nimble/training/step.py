@@ -3,41 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
 from torch import nn
 
-from torch_nimble.errors import CaptureError, InputError, OptionError
+from torch_nimble.errors import CaptureError, InputError, OptionError, StateError
 from torch_nimble.options import Options
 from torch_nimble.planned import Planned
 from torch_nimble.prepare import Progress
 from torch_nimble.signature import Signature, check_tensors
-from torch_nimble.training.adapter import LossFunction, Step, StepAdapter, StepCallee
+from torch_nimble.training.adapter import (
+    LossFunction,
+    Phase,
+    Step,
+    StepAdapter,
+    StepCallee,
+    finish,
+)
 from torch_nimble.training.rules import rule_of
+from torch_nimble.training.scaling import Scaling
 from torch_nimble.training.state import StepState
 from torch_nimble.tree import Node, flatten_inputs, unflatten_inputs
 from torch_nimble.weights import ModuleWatch
 
 
+@dataclass(frozen=True, eq=False)
+class Settings:
+    """What `compile_step()` was asked for."""
+
+    loss_fn: LossFunction
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    clip_norm: float | None = None
+    keep_grads: bool = False
+    accumulate: int = 1
+    scaler: torch.amp.GradScaler | None = None
+    check_finite: bool = False
+
+
 class TrainingStep(Planned):
     """A training step with prepared plans: `loss = step(*batch)`; see `compile_step()`."""
 
-    def __init__(
-        self,
-        loss_fn: LossFunction,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        options: Options,
-        *,
-        clip_norm: float | None = None,
-        keep_grads: bool = False,
-        progress: Progress = lambda stage: None,
-    ) -> None:
-        _check_arguments(model, optimizer, clip_norm)
+    def __init__(self, settings: Settings, options: Options, progress: Progress) -> None:
+        _check_settings(settings)
+        self._settings = settings
         self._adapters: dict[Signature, StepAdapter] = {}
-        self._begin(StepCallee(loss_fn, model), options, progress)
-        self._settings = (loss_fn, model, optimizer, clip_norm, keep_grads)
+        self._batches = 0
+        self._begin(StepCallee(settings.loss_fn, settings.model), options, progress)
         self._renew()
 
     @property
@@ -50,34 +64,75 @@ class TrainingStep(Planned):
         """The caller's optimizer."""
         return self._step.optimizer
 
+    @property
+    def grad_norm(self) -> torch.Tensor:
+        """The norm of all gradients of the last step, before they were clipped; with `clip_norm`."""
+        norm = self._step.state.signals.get("norm")
+        if norm is None:
+            raise StateError("the norm of the gradients is known only with clip_norm (which may be inf)")
+        return norm.clone()
+
     # ------------------------------------------------------------ calling
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """One step with this batch: the loss, and what else the loss function returns."""
+        """One step with this batch: the loss, and what else the loss function returns.
+
+        With `accumulate`, one of the batches that make a step.
+        """
         self._check_usable()
         tensors, structure = flatten_inputs(args, kwargs)
+        with self._lock:
+            result = self._run(structure, check_tensors(structure, tensors))
+            self._batches = (self._batches + 1) % self._step.accumulate
+        return result
+
+    def _run(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Any:
         if self._disabled:
             return self._eager(structure, tensors)
-        tensors = check_tensors(structure, tensors)
-        with self._lock:
-            self._follow()
-            signature = self._signature(structure, tensors)
-            prepared = self._prepared.get(signature)
-            if prepared is None or not self._take_in_weights(prepared):
-                prepared = self._on_new(signature, structure, tensors)
-            if prepared is None:
-                return self._eager(structure, tensors)
-            reason = prepared.refusal(tensors)
-            if reason is not None:
-                self._fall_back(reason, "pass tensors that do not share memory with the model's")
-                return self._eager(structure, tensors)
-            self._step.state.follow()
-            result = prepared.run(tensors)
-            self._step.state.publish(self._adapters[signature].updated)
-            if self._step.rule is None:
+        self._follow()
+        signature = self._signature(structure, tensors)
+        prepared = self._prepared.get(signature)
+        if prepared is None or not self._take_in_weights(prepared):
+            prepared = self._on_new(signature, structure, tensors)
+        if prepared is None:
+            return self._eager(structure, tensors)
+        reason = prepared.refusal(tensors)
+        if reason is not None:
+            self._fall_back(reason, "pass tensors that do not share memory with the model's")
+            return self._eager(structure, tensors)
+        self._step.state.follow()
+        result = prepared.run(tensors)
+        adapter = self._adapters[signature]
+        if adapter.updates:
+            self._refuse_infinite()
+            self._step.state.publish(adapter.updated)
+            if self._step.rule is None and not self._skipped():
                 self.optimizer.step()
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
         return result
+
+    def _skipped(self) -> bool:
+        """Whether the last step left the weights alone; waits for the device."""
+        flag = self._step.state.signals.get("skipped")
+        return flag is not None and bool(flag)
+
+    def _refuse_infinite(self) -> None:
+        if self._step.checks_finite and self._skipped():
+            raise FloatingPointError(
+                "gradients of this step are not finite; weights and the optimizer's state are as they "
+                "were before it"
+            )
+
+    def _phase(self) -> Phase:
+        last = self._step.accumulate - 1
+        if last == 0:
+            return ""
+        if self._batches == 0:
+            return "first batch"
+        return "last batch" if self._batches == last else "further batch"
+
+    def _signature(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Signature:
+        return replace(super()._signature(structure, tensors), phase=self._phase())
 
     def prepare(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Self:
         """Make the plan for batches like this one now. Nothing is trained by it."""
@@ -92,30 +147,51 @@ class TrainingStep(Planned):
         return self
 
     def _eager(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Any:
-        """The same step by PyTorch itself; gradients that the caller had are left as they were."""
-        step = self._step
+        """The same by PyTorch itself; gradients that the caller had are left as they were."""
+        step, phase = self._step, self._phase()
         args, kwargs = unflatten_inputs(structure, self._at_home(tensors))
-        parameters = [member.parameter for member in step.state.members]
-        before = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
+        members = [member for member in step.state.members if member.parameter.requires_grad]
+        parameters: dict[str, torch.Tensor] = {member.name: member.parameter for member in members}
+        before = {name: parameter.grad for name, parameter in parameters.items()}
+        live = {t: v for t, s in step.state.sources().items() if (v := s.tensor()) is not None}
+        buffers = [(b, b.clone()) for b in step.model.buffers()] if step.checks_finite else []
+        for parameter in parameters.values():
             parameter.grad = None
-        with self._lock, torch.enable_grad():
+        with torch.enable_grad():
             loss, rest = step.losses(args, kwargs)
-            loss.backward()  # type: ignore[no-untyped-call]
-            if step.clip_norm is not None:
-                nn.utils.clip_grad_norm_(parameters, step.clip_norm)
-            step.optimizer.step()
+            step.weighed(loss, live.get("scaler._scale")).backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+            if phase not in ("", "first batch"):
+                for name, gradient in found.items():
+                    gradient += live[f"sum.{name}"]
+            new = dict(live)
+            if phase in ("first batch", "further batch"):
+                new |= {f"sum.{name}": gradient for name, gradient in found.items()}
+            else:
+                finish(step, parameters, step.optimizer, new)
+            for target, value in new.items():
+                if value is not live[target]:
+                    live[target].copy_(value)
+        if phase in ("", "last batch"):
             step.state.recount()
-        if not step.keeps_gradients:
-            for parameter, gradient in zip(parameters, before, strict=True):
-                parameter.grad = gradient
-        return (loss.detach(), *rest) if rest else loss.detach()
+            if step.rule is None and not self._skipped():
+                step.optimizer.step()
+        if not step.keeps_gradients or phase not in ("", "last batch"):
+            for name, parameter in parameters.items():
+                parameter.grad = before[name]
+        if step.checks_finite and self._skipped():
+            for buffer, old in buffers:
+                buffer.copy_(old)
+        self._refuse_infinite()
+        return step.results(loss, rest)
 
     # ------------------------------------------------------------ preparing
 
     def _adapter(self, structure: Node, signature: Signature) -> StepAdapter:
         _refuse_hooks(self.model)
-        made = StepAdapter(self._callee, self._step, structure, signature.autocast)
+        phase = self._phase()
+        made = StepAdapter(self._callee, self._step, structure, signature.autocast, phase)
         self._adapters[signature] = made
         return made
 
@@ -123,34 +199,70 @@ class TrainingStep(Planned):
         """Forget all plans if modules, parameters or switches of the optimizer are others now."""
         if not self._modules_watch.unchanged() or self._step.state.shape() != self._shape:
             self._drop_plans()
-            self._set_own("_modules_watch", ModuleWatch(self._callee.modules.values()))
+            self._step.state.let_go()
+            self._modules_watch = ModuleWatch(self._callee.modules.values())
             self._renew()
 
     def _renew(self) -> None:
-        loss_fn, model, optimizer, clip_norm, keep_grads = self._settings
-        rule, why = rule_of(optimizer)
+        settings = self._settings
+        rule, why = rule_of(settings.optimizer)
         if rule is None:
             self._fall_back(
                 f"the update only: {why}",
                 "forward and backward run by a plan; SGD, Adam and AdamW would be part of it",
             )
-        keeps = keep_grads or rule is None
-        state = StepState(model, optimizer, rule, keeps)
-        self._step = Step(loss_fn, model, optimizer, rule, state, keeps, clip_norm)
+        keeps = settings.keep_grads or rule is None
+        scaling = None
+        if settings.scaler is not None and settings.scaler.is_enabled():
+            device = next(settings.model.parameters()).device
+            scaling = Scaling(settings.scaler, device)
+        may_skip = scaling is not None or settings.check_finite
+        state = StepState(
+            settings.model,
+            settings.optimizer,
+            rule,
+            keeps_gradients=keeps,
+            accumulates=settings.accumulate > 1,
+            signals=["norm"] * (settings.clip_norm is not None) + ["skipped"] * may_skip,
+            scaling=scaling,
+        )
+        self._step = Step(
+            settings.loss_fn,
+            settings.model,
+            settings.optimizer,
+            rule,
+            state,
+            keeps,
+            settings.clip_norm,
+            settings.accumulate,
+            scaling,
+            settings.check_finite,
+        )
         self._shape = state.shape()
+
+    def close(self) -> None:
+        """Free the plans. The model and its optimizer go on without them."""
+        with self._lock:
+            self._step.state.let_go()
+            super().close()
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{len(self._prepared)} prepared"
         return f"<torch_nimble.TrainingStep of {type(self.model).__name__}, {state}>"
 
 
-def _check_arguments(model: Any, optimizer: Any, clip_norm: float | None) -> None:
+def _check_settings(settings: Settings) -> None:
+    model, optimizer = settings.model, settings.optimizer
     if not isinstance(model, nn.Module):
         raise OptionError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptionError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
-    if clip_norm is not None and not clip_norm > 0:
-        raise OptionError(f"clip_norm must be a positive number, not {clip_norm}")
+    if settings.clip_norm is not None and not settings.clip_norm > 0:
+        raise OptionError(f"clip_norm must be a positive number, not {settings.clip_norm}")
+    if settings.accumulate < 1:
+        raise OptionError(f"accumulate must be at least 1, not {settings.accumulate}")
+    if settings.scaler is not None and not isinstance(settings.scaler, torch.amp.GradScaler):
+        raise OptionError(f"scaler must be a GradScaler, not {type(settings.scaler).__name__}")
     if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
         raise InputError("no parameter of the optimizer requires grad; there is nothing to train")
 
