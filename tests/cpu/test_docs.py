@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,14 @@ def test_the_readme_s_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         exec(compile(block, "README.md", "exec"), names)
 
 
+BRIEFLY = {"train_cifar10.py": ["--made", "128", "--batch", "32", "--epochs", "1", "--device", "cpu"]}
+
+
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
-def test_the_examples_run(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_examples_run(
+    example: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(example), *BRIEFLY.get(example.name, [])])
     runpy.run_path(str(example), run_name="__main__")
     assert capsys.readouterr().out
 

@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from torch_nimble.devices import Device
 from torch_nimble.errors import CaptureError, InputError, OptionError, StateError
 from torch_nimble.options import Options
 from torch_nimble.planned import Planned
@@ -187,6 +188,14 @@ class TrainingStep(Planned):
         return step.results(loss, rest)
 
     # ------------------------------------------------------------ preparing
+
+    def _device(self, tensors: Sequence[torch.Tensor]) -> Device | None:
+        """Only the CPU's so far: no plan of a step has been seen to work on a GPU yet."""
+        device = super()._device(tensors)
+        if device is not None and device.device.type != "cpu":
+            self._fall_back("training steps are not planned for GPUs yet", "train on the CPU")
+            return None
+        return device
 
     def _adapter(self, structure: Node, signature: Signature) -> StepAdapter:
         _refuse_hooks(self.model)

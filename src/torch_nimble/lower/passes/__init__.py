@@ -15,6 +15,7 @@ from torch_nimble.lower.passes.guard import drop_checks, protect_results
 from torch_nimble.lower.passes.layout import lay_out_weights, use_channels_last
 from torch_nimble.lower.passes.merge import merge_equal
 from torch_nimble.lower.passes.pack import pack_convolutions
+from torch_nimble.lower.passes.split import split_gradients
 from torch_nimble.taskgraph import Layout
 
 Pass = Callable[[fx.Graph, frozenset[str]], int]
@@ -32,8 +33,15 @@ PASSES: dict[Layout, tuple[Pass, ...]] = {
 
 # Before a compiler that fuses, which carries channels-last through the graph by itself.
 FUSED_PASSES: dict[Layout, tuple[Pass, ...]] = {
-    "as captured": (drop_checks, fold_batch_norm, merge_equal, protect_results),
-    "channels-last": (drop_checks, fold_batch_norm, merge_equal, lay_out_weights, protect_results),
+    "as captured": (drop_checks, fold_batch_norm, split_gradients, merge_equal, protect_results),
+    "channels-last": (
+        drop_checks,
+        fold_batch_norm,
+        split_gradients,
+        merge_equal,
+        lay_out_weights,
+        protect_results,
+    ),
 }
 
 
