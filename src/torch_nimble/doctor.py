@@ -15,10 +15,11 @@ from torch_nimble.options import disabled_by_environment
 
 _REQUIRED = ("torch", "numpy", "rich", "typer")
 _OPTIONAL = {
-    "torchvision": "ResNet, Inception, GoogLeNet, MobileNet, EfficientNet in the zoo: pip extra [zoo]",
+    "torchvision": "ResNet, Inception, MobileNet, EfficientNet, ConvNeXt, Swin … in the zoo: pip extra [zoo]",
     "timm": "more vision models: pip extra [zoo]",
     "transformers": "BERT, GPT-2 and ViT in the zoo: pip extra [zoo]",
-    "onnxruntime": "a column in the CPU benchmark: pip extra [bench]",
+    "onnxruntime": "a peer of `torch-nimble bench` on CPUs: pip extra [bench]",
+    "jax": "a peer of `torch-nimble bench`: XLA",
 }
 
 

@@ -19,6 +19,7 @@ zoo = pytest.importorskip("torch_nimble.zoo")
         ("googlenet", 64, 4),
         ("mobilenet-v2", 64, 1),
         ("efficientnet-b0", 64, 1),
+        ("swin-tiny", 32, 2),
     ],
 )
 def test_network_of_torchvision_equals_eager(name: str, side: int, streams: int) -> None:

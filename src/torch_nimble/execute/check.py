@@ -15,7 +15,7 @@ TOLERANCE = {
     torch.float64: 1e-9,
     torch.float32: 1e-3,
     torch.float16: 3e-2,
-    torch.bfloat16: 6e-2,
+    torch.bfloat16: 0.12,
     torch.complex64: 1e-3,
     torch.complex128: 1e-9,
 }

@@ -32,6 +32,13 @@ NAMES: tuple[str, ...] = (
     "bert-base",
     "gpt2",
     "vit-b16",
+    "gpt2-decode",
+    "convnext-tiny",
+    "swin-tiny",
+    "unet",
+    "recommender",
+    "mixture-of-experts",
+    "ensemble",
 )
 
 _SEPARATORS = str.maketrans("", "", "-_ .")
@@ -73,10 +80,10 @@ def load(
 ) -> Network:
     """Build a network with seeded random weights, and example inputs for it.
 
-    `resolution` is the side of the images in pixels, or the number of tokens of a text network;
-    `None` takes the one the network was published with. `calibrate` sets batch-norm statistics and
-    the scale of the logits from seeded inputs; without it, outputs hardly depend on the input. The
-    global random state of torch is left alone.
+    `resolution` is the side of the images in pixels, the number of tokens of a text network, or of
+    the slots in its cache; `None` takes the one the network was published with. `calibrate` sets
+    batch-norm statistics and the mean and scale of the logits from seeded inputs; without it,
+    outputs hardly depend on the input. The global random state of torch is left alone.
     """
     canonical = resolve(name)
     from torch_nimble.zoo.loading import build_network

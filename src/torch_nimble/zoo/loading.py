@@ -8,50 +8,39 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from torch_nimble.errors import OptionError
-from torch_nimble.zoo import Network, darts, libraries, nasnet, random_wired, weights
+from torch_nimble.zoo import (
+    Network,
+    darts,
+    decoder,
+    ensemble,
+    experts,
+    inputs,
+    libraries,
+    nasnet,
+    random_wired,
+    recommender,
+    unet,
+    weights,
+)
 
 _CALIBRATION_BATCHES = 2
-_CALIBRATION_IMAGES = 4
-
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-def _image_args(generator: torch.Generator, batch: int, side: int) -> Inputs:
-    return (torch.randn(batch, 3, side, side, generator=generator),), {}
-
-
-def _image_kwargs(generator: torch.Generator, batch: int, side: int) -> Inputs:
-    return (), {"pixel_values": torch.randn(batch, 3, side, side, generator=generator)}
-
-
-def _tokens(vocabulary: int, generator: torch.Generator, batch: int, length: int) -> torch.Tensor:
-    return torch.randint(vocabulary, (batch, length), generator=generator)
-
-
-def _bert_kwargs(generator: torch.Generator, batch: int, length: int) -> Inputs:
-    ids = _tokens(30522, generator, batch, length)
-    return (), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
-def _gpt2_kwargs(generator: torch.Generator, batch: int, length: int) -> Inputs:
-    return (), {"input_ids": _tokens(50257, generator, batch, length)}
+_CALIBRATION_SAMPLES = 4
 
 
 @dataclass(frozen=True)
 class Recipe:
     """How to build a network: `build` takes the resolution, by default the published one.
 
-    `calibrated` marks image classifiers, which `weights.calibrate` can treat.
+    `calibrated` marks networks with logits, which `weights.calibrate` can treat.
     """
 
     build: Callable[[int], nn.Module]
-    inputs: Callable[[torch.Generator, int, int], Inputs]
+    inputs: Callable[[torch.Generator, int, int], inputs.Inputs]
     resolution: int
     smallest: int = 32
     largest: int | None = None
@@ -60,13 +49,13 @@ class Recipe:
 
 
 def _own(build: Callable[[], nn.Module], resolution: int) -> Recipe:
-    return Recipe(lambda _: build(), _image_args, resolution, calibrated=True)
+    return Recipe(lambda _: build(), inputs.image, resolution, calibrated=True)
 
 
 def _torchvision(name: str, resolution: int, smallest: int = 32) -> Recipe:
     return Recipe(
         lambda _: libraries.build_torchvision(name),
-        _image_args,
+        inputs.image,
         resolution,
         smallest=smallest,
         library="torchvision",
@@ -88,12 +77,28 @@ RECIPES: dict[str, Recipe] = {
     "efficientnet-b0": _torchvision("efficientnet_b0", 224),
     "efficientnet-b5": _torchvision("efficientnet_b5", 456),
     "bert-base": Recipe(
-        lambda _: libraries.build_bert(), _bert_kwargs, 128, 1, largest=512, library="transformers"
+        lambda _: libraries.build_bert(), inputs.bert_tokens, 128, 1, largest=512, library="transformers"
     ),
     "gpt2": Recipe(
-        lambda _: libraries.build_gpt2(), _gpt2_kwargs, 64, 1, largest=1024, library="transformers"
+        lambda _: libraries.build_gpt2(), inputs.gpt2_tokens, 64, 1, largest=1024, library="transformers"
     ),
-    "vit-b16": Recipe(libraries.build_vit, _image_kwargs, 224, 16, library="transformers"),
+    "vit-b16": Recipe(libraries.build_vit, inputs.pixel_values, 224, 16, library="transformers"),
+    "gpt2-decode": Recipe(
+        lambda _: decoder.DecodeStep(), inputs.decode_step, 256, 1, largest=decoder.POSITIONS
+    ),
+    "convnext-tiny": _torchvision("convnext_tiny", 224),
+    "swin-tiny": _torchvision("swin_t", 224),
+    "unet": Recipe(lambda _: unet.Unet(), inputs.noisy_latent, 32, 8),
+    "recommender": Recipe(
+        lambda _: recommender.Recommender(),
+        inputs.features,
+        recommender.CATEGORIES,
+        smallest=recommender.CATEGORIES,
+        largest=recommender.CATEGORIES,
+        calibrated=True,
+    ),
+    "mixture-of-experts": Recipe(lambda _: experts.MixtureOfExperts(), inputs.hidden_states, 64, 1),
+    "ensemble": _own(ensemble.Ensemble, 32),
 }
 
 
@@ -101,13 +106,15 @@ def _generator(seed: int, purpose: int) -> torch.Generator:
     return torch.Generator().manual_seed(3 * seed + purpose)
 
 
-def _calibration_batches(generator: torch.Generator, side: int) -> list[torch.Tensor]:
+def _calibrate(model: nn.Module, recipe: Recipe, generator: torch.Generator, resolution: int) -> None:
     # Not smaller than the inputs to come: the share of padded pixels in a map depends on its size,
     # and deep networks amplify the difference (EfficientNet-B5: logits 1000 times larger).
-    return [
-        torch.randn(_CALIBRATION_IMAGES, 3, side, side, generator=generator)
+    batches = [
+        recipe.inputs(generator, _CALIBRATION_SAMPLES, resolution)[0]
         for _ in range(_CALIBRATION_BATCHES)
     ]
+    for classifier in model.members if isinstance(model, ensemble.Ensemble) else [model]:
+        weights.calibrate(classifier, batches)
 
 
 def _check_sizes(name: str, recipe: Recipe, batch: int, resolution: int) -> None:
@@ -135,7 +142,7 @@ def build_network(
         model = recipe.build(resolution).eval()
     weights.fill_weights(model, _generator(seed, 0))
     if calibrate and recipe.calibrated:
-        weights.calibrate(model, _calibration_batches(_generator(seed, 1), resolution))
+        _calibrate(model, recipe, _generator(seed, 1), resolution)
     args, kwargs = recipe.inputs(_generator(seed, 2), batch, resolution)
     source = "torch_nimble" if recipe.library is None else libraries.library_version(recipe.library)
     return Network(name=name, model=model, args=args, kwargs=kwargs, source=source)
