@@ -199,7 +199,7 @@ def bench(
     else:
         command.show(entries, console)
         console.print(f"record: {out}; torch-nimble bench --render {out} makes a page of it")
-    if any("error" in entry for entry in entries):
+    if not all(map(command.is_right, entries)):
         raise typer.Exit(1)
 
 

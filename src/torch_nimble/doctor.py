@@ -15,7 +15,7 @@ from torch_nimble.options import disabled_by_environment
 
 _REQUIRED = ("torch", "numpy", "rich", "typer")
 _OPTIONAL = {
-    "torchvision": "ResNet, Inception, MobileNet, EfficientNet, ConvNeXt, Swin … in the zoo: pip extra [zoo]",
+    "torchvision": "most image networks of the zoo: pip extra [zoo]",
     "timm": "more vision models: pip extra [zoo]",
     "transformers": "BERT, GPT-2 and ViT in the zoo: pip extra [zoo]",
     "onnxruntime": "a peer of `torch-nimble bench` on CPUs: pip extra [bench]",

@@ -39,6 +39,11 @@ def timed(p50_us: float, **more: Any) -> Json:
     return {"p50_us": p50_us, "p99_us": p50_us * 1.2, "rounds": rounds, "relative_error": 2e-3, **more}
 
 
+def rejected() -> Json:
+    """A check that our result did not pass."""
+    return {"against": "compile", "tolerance": 1e-3, "accepted": False, "check_can_fail": True}
+
+
 def explained(plan: str) -> Json:
     """What an engine says of itself, shortened."""
     facts = {"tasks": 525, "width": 11}
@@ -48,13 +53,19 @@ def explained(plan: str) -> Json:
 def speed(target: str = "resnet50", ours: float = 500, peers: Json | None = None, **fields: Any) -> Json:
     """Systems side by side; `peers` replaces or adds notes."""
     systems = {
-        "eager": timed(5000, idle=0.85, busy_us=750.0, kernels=250, energy_mj=900.0, device_us=4900.0),
-        "cudagraph": timed(1000),
+        "eager": timed(5000, idle=0.85, busy_us=750.0, kernels=250, energy_mj=900.0, interval_us=4900.0),
+        "cudagraph": timed(1000, replay_us=950.0),
         "compile": timed(1500),
         "reduce-overhead": timed(800),
         "nimble-serial": timed(ours * 1.5),
         "nimble": timed(
-            ours, idle=0.07, energy_mj=90.0, device_us=ours - 20, explained=explained("4 lanes")
+            ours,
+            idle=0.07,
+            energy_mj=90.0,
+            interval_us=ours - 10,
+            replay_us=ours - 20,
+            right=True,
+            explained=explained("4 lanes"),
         ),
         **(peers or {}),
     }

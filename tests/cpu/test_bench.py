@@ -21,12 +21,22 @@ from typer.testing import CliRunner
 
 from cpu.bench_targets import SHAPE, SMALL
 from torch_nimble import zoo
-from torch_nimble.bench import command, gpu, record, runner, suites, systems, timing, worker
+from torch_nimble.bench import (
+    command,
+    gpu,
+    processes,
+    record,
+    runner,
+    suites,
+    systems,
+    timing,
+    worker,
+)
 from torch_nimble.bench.record import Json
 from torch_nimble.bench.subject import Part, Subject
 from torch_nimble.bench.suites import Case
 from torch_nimble.cli import app
-from torch_nimble.errors import InputError, OptionError
+from torch_nimble.errors import InputError, NimbleError, OptionError
 from torch_nimble.tree import flatten_output
 
 CASE = Case(SMALL, inputs=(SHAPE,))
@@ -65,10 +75,10 @@ def test_percentiles_are_numpy_s(values: list[float], share: float) -> None:
 def test_a_summary_pools_the_calls_of_all_rounds_and_keeps_each_round() -> None:
     found = timing.summary([([1.0, 2.0, 3.0], 7.0), ([10.0] * 7, 9.0)])
     assert found["p50_us"] == 10
-    assert found["device_us"] == 8
+    assert found["interval_us"] == 8
     assert [entry["p50_us"] for entry in found["rounds"]] == [2, 10]
     assert [entry["calls"] for entry in found["rounds"]] == [3, 7]
-    assert timing.summary([([1.0], None)])["device_us"] is None
+    assert timing.summary([([1.0], None)])["interval_us"] is None
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=12))
@@ -92,17 +102,22 @@ def test_our_error_is_held_against_torch_compile_s(
     ours: list[float], peer: list[float], accepted: bool
 ) -> None:
     errors = {"eager": [1.0, 1.0], "reduce-overhead": peer, "nimble": ours}
-    found = worker.verdict(errors, 1.0)
+    found = worker.verdict(errors, 1.0, 0.02)
     assert found["accepted"] is accepted
     assert found["against"] == "reduce-overhead"
 
 
+def test_a_peer_that_is_wrong_is_no_measure() -> None:
+    wrong = {"eager": [1e-3], "reduce-overhead": [0.9], "nimble": [0.9]}
+    assert worker.verdict(wrong, 1.0, 0.02)["accepted"] is False
+
+
 def test_the_verdict_says_whether_the_check_could_fail() -> None:
     errors = {"eager": [1e-3], "nimble": [1e-3]}
-    assert worker.verdict(errors, 0.2)["check_can_fail"] is True
-    assert worker.verdict(errors, 0.1)["check_can_fail"] is False
-    assert worker.verdict(errors, 0.2)["against"] == "eager"
-    assert worker.verdict({"compile": [1e-3]}, 0.2)["accepted"] is False
+    assert worker.verdict(errors, 0.2, 0.02)["check_can_fail"] is True
+    assert worker.verdict(errors, 0.1, 0.02)["check_can_fail"] is False
+    assert worker.verdict(errors, 0.2, 0.02)["against"] == "eager"
+    assert worker.verdict({"eager": [1e-3]}, 0.2, 0.02)["accepted"] is False
 
 
 def test_results_handed_out_are_copies_of_the_same_kind() -> None:
@@ -164,6 +179,22 @@ def test_lines_of_other_code_versions_or_settings_are_not_the_same() -> None:
         assert record.identity(entry) != record.identity(entry | change)
 
 
+def test_a_line_with_fewer_systems_or_other_inputs_replaces_nothing() -> None:
+    full = line(mark=1, systems={"eager": {}, "nimble": {}})
+    narrow = line(mark=2, systems={"nimble": {}})
+    other = line(mark=3, systems={"nimble": {}}, settings={"inputs": ["1x3"]})
+    found = record.latest([full, narrow, other])
+    assert [entry["mark"] for entry in found.values()] == [1, 3]
+
+
+def test_half_a_line_at_the_end_is_written_over(tmp_path: Path) -> None:
+    file = tmp_path / "bench.jsonl"
+    file.write_text(json.dumps(line(mark=1)) + "\n" + '{"schema": "torch-n')
+    assert [entry["mark"] for entry in record.parse(file)] == [1]
+    record.append(file, line(mark=2))
+    assert [entry["mark"] for entry in record.parse(file)] == [1, 2]
+
+
 def test_ratios_come_with_the_quartiles_of_the_rounds() -> None:
     entry = line(systems={"eager": timed(900, 1000, 1100), "nimble": timed(100, 100, 100), "xla": {}})
     ratio = record.faster(entry, "nimble", "eager")
@@ -219,9 +250,9 @@ class Launches:
     def __init__(self, answer: Json) -> None:
         self.answer = answer
         self.parts: list[Part] = []
-        self.caches: list[str] = []
+        self.caches: list[object] = []
 
-    def __call__(self, part: Part, *stage: object, cache: str = "", timeout_s: float = 0) -> Json:
+    def __call__(self, part: Part, cache: object = None, *_: object) -> Json:
         self.parts.append(part)
         self.caches.append(cache)
         return dict(self.answer)
@@ -249,8 +280,10 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Monk
     assert again({}, against=["eager"]) == both
     assert again({}, again=True) == both
     assert again({}, again=True) == both
+    assert again({}, commit="c-dirty") == both
+    assert again({}, commit="c-dirty") == both  # the code may be another
     found = record.read(tmp_path / "made")
-    assert len(found) == 14
+    assert len(found) == 18
     same = [e["run"] for e in found if record.identity(e | {"run": 1}) == record.identity(found[2])]
     assert sorted(same) == [1, 1, 2, 3]
 
@@ -266,9 +299,15 @@ def test_what_is_not_known_is_named(tmp_path: Path) -> None:
         ([CASE], {"measures": ["haste"]}, "'haste' is not known"),
         ([replace(CASE, dtype="fp8")], {}, "'fp8' is not known"),
         ([CASE], {"device": "tpu"}, "'tpu' is not known"),
+        ([Case("resnet5")], {}, "no network is called"),
+        ([Case(SMALL)], {}, "needs example inputs"),
+        ([replace(CASE, inputs=("3 by 4",))], {}, "is not a shape"),
+        ([replace(CASE, batch=2)], {}, "leave --batch"),
+        ([CASE], {"signatures": 2}, "leave --batch"),
+        ([CASE], {"against": ["cudagraph"]}, "cannot be measured on cpu"),
         ([CASE], {"parallel": 2, "measures": ["cost"]}, "--parallel is for speed"),
     ):
-        with pytest.raises(OptionError, match=message):
+        with pytest.raises(NimbleError, match=message):
             runner.run(runner.Wanted(cases, tmp_path, **{"device": "cpu", **more}), QUIET)
     assert not list(tmp_path.iterdir())
 
@@ -312,41 +351,45 @@ def test_a_plan_is_raced_in_a_second_process_if_the_first_made_one() -> None:
     assert len(failing.parts) == 1
 
 
-def test_a_process_that_fails_or_hangs_leaves_an_error() -> None:
-    part = replace(PART, measure="no such thing")
+def test_a_process_that_fails_hangs_or_is_stopped_leaves_an_error() -> None:
+    part, stop = replace(PART, measure="no such thing"), threading.Event()
     stages: list[str] = []
-    found = runner.launch(part, stages.append)
+    found = processes.launch(part, stages.append, stop, 60)
     assert found["error"].startswith("exit status 1: ")
     assert "KeyError: 'no such thing'" in found["error"]
     assert stages[:1] == ["starting"]
-    assert runner.launch(part, stages.append, timeout_s=0.01)["error"].startswith("no end after 0 s")
+    assert processes.launch(part, stages.append, stop, 0.01)["error"].startswith("no end after 0 s")
+    stop.set()
+    assert processes.launch(part, stages.append, stop, 60)["error"].startswith("stopped")
+
+
+def test_whoever_compiles_side_by_side_is_measured_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    under_way: set[tuple[str, str]] = set()
+    most: dict[str, int] = {}
+
+    def launch(part: Part, *_: object) -> Json:
+        mine = (part.measure, part.case.target)
+        under_way.add(mine)
+        time.sleep(0.05)
+        assert len({measure for measure, _ in under_way}) == 1
+        most[part.measure] = max(most.get(part.measure, 0), len(under_way))
+        under_way.discard(mine)
+        assert part.filled
+        return {}
+
+    monkeypatch.setattr(runner, "launch", launch)
+    cases = [Case(name) for name in ("resnet50", "googlenet", "darts")]
+    wanted = runner.Wanted(cases, tmp_path, device="cpu", parallel=2, commit="a")
+    found = runner.run(wanted, QUIET)
+    assert [entry["target"] for entry in found] == ["resnet50", "googlenet", "darts"]
+    assert most == {"fill": 2, "speed": 1}
 
 
 def test_a_part_reaches_its_process_unchanged() -> None:
     part = replace(PART, case=replace(CASE, extra=("xla",), load=True))
     assert Part.from_dict(json.loads(json.dumps(asdict(part)))) == part
-
-
-def test_measuring_waits_for_those_who_prepare(tmp_path: Path) -> None:
-    path = str(tmp_path / "turn")
-    preparing, measuring = worker.Turn(path), worker.Turn(path)
-    preparing.together()
-    order: list[str] = []
-
-    def measure() -> None:
-        measuring.follow("lower")
-        order.append("prepared")
-        measuring.follow("plan and measure tasks")
-        order.append("alone")
-        measuring.done()
-
-    thread = threading.Thread(target=measure)
-    thread.start()
-    time.sleep(0.2)
-    order.append("other done")
-    preparing.done()
-    thread.join(10)
-    assert order == ["prepared", "other done", "alone"]
 
 
 # ------------------------------------------------------------ runs on the CPU
@@ -375,6 +418,7 @@ def test_all_systems_are_prepared_checked_and_timed(brief: Part) -> None:
     found = worker.work(brief, lambda entry: stages.append(entry["stage"]))
     assert stages[0] == "preparing eager"
     assert stages[-1] == "measuring"
+    assert found["check"]["reference"] == "torch.float64"
     assert found["inputs"] == [SHAPE]
     assert found["check"]["accepted"] is True
     assert found["check"]["check_can_fail"] is True
@@ -402,7 +446,7 @@ def test_a_system_that_fails_is_recorded_and_the_others_go_on(
         def call(*args: Any) -> Any:
             nonlocal calls
             calls += 1
-            if calls > 8:
+            if calls > 20:
                 raise RuntimeError("broke down")
             return subject.model(*args)
 
@@ -464,6 +508,14 @@ def test_the_command_measures_and_shows(tmp_path: Path, monkeypatch: pytest.Monk
     (entry,) = json.loads(second.stdout)["entries"]
     assert set(entry["systems"]) == {"eager", "nimble"}
     assert record.read(tmp_path) == [entry]
+
+
+def test_what_is_wrong_fails_the_command() -> None:
+    right = {"systems": {"nimble": {}}, "check": {"accepted": True}}
+    assert command.is_right(right)
+    assert not command.is_right(right | {"error": "exit status 1"})
+    assert not command.is_right(right | {"check": {"accepted": False}})
+    assert not command.is_right(right | {"systems": {"nimble": {"error": "x"}}})
 
 
 def test_lists_on_the_command_line() -> None:

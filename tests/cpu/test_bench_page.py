@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
@@ -10,9 +11,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from cpu.bench_records import HTML, full, line, speed, timed
-from torch_nimble.bench import page, tables
+from cpu.bench_records import HTML, full, line, rejected, speed, timed
+from torch_nimble.bench import command, page, tables
 from torch_nimble.bench.plots import Level, Panel, Point, Series, bars, lines, ticks
+from torch_nimble.bench.record import Json
 from torch_nimble.errors import InputError
 
 READINGS = {"bert-base fp16 1": "Its matrix products are <larger> than ours."}
@@ -69,7 +71,7 @@ SAID = {
         "AMD EPYC",
     ),
     "paper": ("nasnet-a-mobile | fp32", "8.33× (", "22.34×"),
-    "results": ("vit-b16 | fp16", "1.60× (", "AMD EPYC", "2e-03"),
+    "results": ("vit-b16 | fp16", "1.60× (", "AMD EPYC", "2e-03", "| xla |", "failed"),
     "streams": (
         "nasnet-a-mobile",
         "525 | 11 | 4 lanes | 4 | 170 | 990 | 660",
@@ -82,7 +84,8 @@ SAID = {
     "modern": ("bert-base", "10.00× ("),
     "batches": ("busy", "nasnet-a-mobile | fp16 | 4 | free", "1.50× ("),
     "latency": ("5\u202f000 / 6\u202f000", "failed", HTML),
-    "limits": ("480 | 491 | 0.98× | 17.5", "8.20"),
+    "limits": ("480 | 491 | 0.98× | 17.5", "8.20", "50.0 | 950"),
+    "intervals": ("in a row of calls that nobody waits for", "4\u202f900", "490"),
     "cost": ("31.4 | 3",),
     "plans": ("900 | 450 | 2.00×",),
     "calls": ("9.6", "19.4"),
@@ -139,7 +142,8 @@ def test_sections_without_data_are_left_out(tmp_path: Path) -> None:
     page.render([speed("my.models:net", peers={"nimble-serial": None})], {}, tmp_path)
     found = Document((tmp_path / "index.html").read_text(encoding="utf-8")).sections
     assert {"results", "slower", "latency"} <= set(found)
-    assert "In 0 of 1 results a peer has the smaller p50" in found["slower"]
+    assert "In 0 of 1 results a peer is faster" in found["slower"]
+    assert "Not counted" not in found["slower"]
     assert not {"paper", "streams", "modern", "batches", "cost", "failures", "agreement"} & set(found)
     assert not (tmp_path / "speedup.svg").exists()
 
@@ -157,6 +161,111 @@ def test_a_newer_line_of_another_machine_replaces_nothing() -> None:
     pieces = tables.markdown([speed(ours=500), speed(ours=70_000, date="2026-12-01", **on_cpu)], {})
     assert "AMD EPYC" not in pieces["gpu table"]
     assert "NVIDIA" not in pieces["cpu table"]
+
+
+# ------------------------------------------------------------ who is faster, and what is wrong
+
+
+def shown(tmp_path: Path, *entries: Json) -> tuple[dict[str, str], str]:
+    """The sections of a page, and its tiles."""
+    page.render(entries, {}, tmp_path)
+    text = (tmp_path / "index.html").read_text(encoding="utf-8")
+    return Document(text).sections, text.partition('class="tiles"')[2].partition("</ul>")[0]
+
+
+def rounds(*p50s: float) -> Json:
+    """Notes of a system whose pooled median is not that of its rounds."""
+    return timed(1000, rounds=[{"calls": 20, "p50_us": p50} for p50 in p50s])
+
+
+def test_one_criterion_decides_who_is_faster(tmp_path: Path) -> None:
+    """By p50 over all calls both peers are faster here; round by round only one is."""
+    peers = {"eager": rounds(99, 99, 2000), "compile": rounds(101, 101, 101), "cudagraph": None}
+    ours = timed(1001, rounds=[{"calls": 20, "p50_us": 100}] * 3)
+    entry = speed(peers={**peers, "nimble": ours, "reduce-overhead": rounds(105, 105, 105)})
+    found, tiles = shown(tmp_path, entry)
+    assert "In 1 of 1 results a peer is faster" in found["slower"]
+    assert "| eager | 1\u202f000 | 1\u202f001 | 1.0 %" in found["slower"]
+    assert "| compile |" not in found["slower"]
+    assert "1.01× (1.01–1.01) | 0.99× (" in found["results"]
+    assert "<strong>1 of 1</strong><span>results in which some peer" in tiles
+
+
+def test_means_are_of_plain_results_that_were_accepted(tmp_path: Path) -> None:
+    unchecked = speed("darts", 10, check=None)
+    others = [speed(ours=10, batch=8), speed(ours=10, load=True), speed("unet", 10, check=rejected())]
+    _, tiles = shown(tmp_path, speed(ours=500), unchecked, *others)
+    assert "<strong>10.00×</strong><span>faster than eager, geometric mean at batch 1" in tiles
+    assert "<strong>3 of 4</strong><span>results accepted as right; 0 by a check" in tiles
+    assert "<strong>0 of 4</strong><span>results in which some peer" in tiles
+
+
+@pytest.mark.parametrize("why", ["rejected", "not right"])
+def test_a_wrong_result_of_ours_is_called_wrong_and_takes_part_in_nothing(
+    why: str, tmp_path: Path
+) -> None:
+    ours = timed(600, right=why != "not right", idle=0.07, energy_mj=90.0, relative_error=0.3)
+    check = {"check": rejected()} if why == "rejected" else {}
+    found, tiles = shown(tmp_path, speed("nasnet-a-mobile", peers={"nimble": ours}, **check))
+    assert "600 wrong | wrong | wrong | 3e-01" in found["results"]
+    assert "600 wrong | wrong" in found["streams"]
+    assert "× " not in found["results"]
+    assert "In 0 of 0 results" in found["slower"]
+    assert "Not counted: 1 in which ours failed or is wrong." in found["slower"]
+    assert "nasnet-a-mobile fp16 1 | speed | ours | 3.0e-01 | its error is" in found["checks"]
+    assert "0.10×" not in found["energy"]
+    assert "geometric mean" not in tiles
+    assert "<strong>0 of 1</strong><span>results accepted" in tiles
+    assert not (tmp_path / "speedup.svg").exists()
+    assert not (tmp_path / "streams.svg").exists()
+    assert ", ours" not in (tmp_path / "idle.svg").read_text(encoding="utf-8")
+    assert "600 wrong" in printed([speed(peers={"nimble": ours}, **check)])
+
+
+def test_a_wrong_result_of_a_peer_is_marked_and_nothing_is_compared_with_it(tmp_path: Path) -> None:
+    peers = {"compile": timed(100, right=False), "cudagraph": timed(400, error="it compiled")}
+    entry = speed("darts", peers=peers)
+    found, tiles = shown(tmp_path, entry)
+    assert "failed | 100 wrong | 800 | 500 | 1.60× (" in found["results"]
+    assert "failed | 100 / 120 wrong" in found["latency"]
+    assert "| wrong |" in found["paper"]
+    assert "In 0 of 1 results" in found["slower"]
+    assert (
+        "darts fp16 1 | speed | compile | 2.0e-03 | its error is more than its dtype" in found["checks"]
+    )
+    assert "1.60×</strong><span>faster than the best mode" in tiles
+    figure = (tmp_path / "speedup.svg").read_text(encoding="utf-8")
+    assert "reduce-overhead 6.25" in figure
+    assert "compile 5" not in figure
+    assert "100 wrong" in tables.markdown([entry], {})["gpu table"]
+
+
+def test_calls_in_a_row_stand_in_for_a_replay_and_the_table_says_so(tmp_path: Path) -> None:
+    found, _ = shown(tmp_path, speed(peers={"nimble": timed(500, interval_us=490.0)}))
+    assert "490 | calls in a row | 17.5 | 28.00×" in found["limits"]
+    found, _ = shown(tmp_path, speed())
+    assert "| instead of a replay" not in found["limits"]
+
+
+def test_without_an_idle_share_nothing_is_said_of_busy_time(tmp_path: Path) -> None:
+    peers = {"nimble": timed(500, idle=None, busy_us=777.0, kernels=12)}
+    found, _ = shown(tmp_path, speed(peers=peers), speed("unet"))
+    assert "resnet50 | fp16 | 85 % | – | 750 | 250 | 12" in found["idle"]
+    assert "777" not in found["idle"]
+
+
+def test_under_load_there_is_no_row_of_idle_time_or_energy(tmp_path: Path) -> None:
+    plain = {name: timed(500) for name in ("eager", "nimble")}
+    found, _ = shown(tmp_path, speed(peers=plain, load=True))
+    assert not {"idle", "energy"} & set(found)
+
+
+def test_what_failed_in_part_is_among_the_failures(tmp_path: Path) -> None:
+    peers = {"eager": timed(5000, energy_error="NVMLError: not supported")}
+    found, _ = shown(tmp_path, speed(peers=peers, floor=None, floor_error="no memory"))
+    assert "eager | energy: NVMLError: not supported" in found["failures"]
+    assert "the process | floor: no memory" in found["failures"]
+    assert "5\u202f000" in found["results"]
 
 
 # ------------------------------------------------------------ charts
@@ -195,12 +304,26 @@ def test_ticks_are_few_and_round_and_reach_the_top(top: float) -> None:
 
 def test_the_pieces_of_documentation() -> None:
     pieces = tables.markdown(full(), READINGS)
-    assert set(pieces) == {"gpu table", "gpu streams", "gpu slower", "gpu failures", "cpu table"}
+    assert set(pieces) == {
+        "gpu table",
+        "gpu streams",
+        "gpu idle",
+        "gpu batch",
+        "gpu slower",
+        "gpu agreement",
+        "gpu failures",
+        "cpu table",
+    }
     assert pieces["gpu table"].startswith(
         "NVIDIA H200, driver 580.1, torch 2.11.0, triton 3.6.0, TF32 on"
     )
     assert "commit e591c9f of 2026-11-16" in pieces["gpu table"]
     assert "<img" not in pieces["gpu table"]
+    assert re.search(r"nasnet-a-mobile +\| fp32 .* 85 % .* 7 %", pieces["gpu idle"])
+    assert re.search(r"nasnet-a-mobile +\| fp16 .* busy .* 990 ", pieces["gpu batch"])
+    agreement = pieces["gpu agreement"].splitlines()
+    assert agreement[0] == "1 of 2 results measured more than once are within 3 % of each other."
+    assert any("darts fp16 1" in row and "within 3 %" in row for row in agreement)
     rows = [row for text in pieces.values() for row in text.splitlines() if row.startswith("|")]
     assert any("bert-base" in row and "25.0 %" in row and "&lt;larger&gt;" in row for row in rows)
     assert any("out of memory while preparing" in row for row in rows)
@@ -209,15 +332,38 @@ def test_the_pieces_of_documentation() -> None:
     assert tables.markdown([], {}) == {}
 
 
-def test_the_table_for_the_terminal() -> None:
-    console = Console(width=200, no_color=True)
+def printed(entries: list[Json]) -> str:
+    console = Console(width=240, no_color=True)
     with console.capture() as captured:
-        console.print(
-            tables.terminal([speed("my.models:[red]net", peers={"compile": timed(490)}), *full()])
-        )
-    text = captured.get()
+        console.print(tables.terminal(entries))
+    return captured.get()
+
+
+def test_the_tables_for_the_terminal() -> None:
+    text = printed([speed("my.models:[red]net", peers={"compile": timed(490)}), *full()])
     assert re.search(r"my\.models:\[red\]net .* 490 .* 500 .* 0\.98×", text)
     assert re.search(r"nasnet-a-mobile +fp16 +4 +free", text)
+    assert re.search(r"bert-base .* failed .* 500 ", text)
+    for shown in (r"resnet50 +fp16 +31\.4 +3\b", r"amoebanet +fp16 +900 +450 +2\.00×", r"9\.6 +19\.4"):
+        assert re.search(shown, text)
+    assert "speed bert-base fp16 1, xla: no <b>jax</b>\n" in text
+    assert "speed gpt2 fp16 1, the process: while preparing\n" in text
+    assert "unet" not in text
+
+
+def test_a_measure_without_lines_has_no_table_in_the_terminal() -> None:
+    text = printed([line("cost", systems={"nimble": {"cold": {"prepare_s": 2.0}}})])
+    assert "Seconds to the first answer" in text
+    assert not re.search("whole call|saved plan|host's part|Failed", text)
+    text = printed([line(error="killed", systems={"eager": {}, "nimble": {}})])
+    assert text.strip() == "Failed, or ran eagerly\nspeed resnet50 fp16 1, the process: killed"
+    assert not printed([]).strip()
+
+
+def test_what_is_no_terminal_gets_whole_rows() -> None:
+    out = io.StringIO()
+    command.show(full(), Console(file=out, width=40))
+    assert re.search(r"bert-base +fp16 .* failed +500 +0\.80× \(.*10\.00× \(.*2e-03", out.getvalue())
 
 
 def test_text_is_put_between_markers_and_nothing_else_changes(tmp_path: Path) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torch_nimble.bench.record import Json
-from torch_nimble.bench.selection import OURS, compared, p50_of, place_of, value_of
+from torch_nimble.bench.record import Json, value_at
+from torch_nimble.bench.selection import OURS, compared, faults_of, notes_of, place_of
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,16 @@ class Grid:
     rows: tuple[tuple[Cell, ...], ...]
 
 
-NOTHING = Cell("–")
+NOTHING, FAILED, WRONG = Cell("–"), Cell("failed", None, "bad"), Cell("wrong", None, "bad")
 Column = tuple[str, Callable[[Json], Cell]]
 
 
 def grid_of(entries: Sequence[Json], columns: Iterable[Column]) -> Grid:
-    """A row for each line; columns in which nothing is known are left out."""
-    named = [*_names(entries), *columns]
-    made = [(header, [make(entry) for entry in entries]) for header, make in named]
+    """A row for each line; columns and rows in which nothing is known are left out."""
+    columns = list(columns)
+    known = [entry for entry in entries if any(make(entry) != NOTHING for _, make in columns)]
+    named = [*_names(known), *columns]
+    made = [(header, [make(entry) for entry in known]) for header, make in named]
     kept = [(header, cells) for header, cells in made if any(cell != NOTHING for cell in cells)]
     rows = zip(*(cells for _, cells in kept), strict=True)
     return Grid(tuple(header for header, _ in kept), tuple(tuple(row) for row in rows))
@@ -72,7 +74,12 @@ def number(value: Any, form: str = ",.0f", unit: str = "", tone: str = "") -> Ce
 
 
 def faster_cell(entry: Json, system: str, than: str | None) -> Cell:
-    """How many times faster, with its quartiles; below one it is bad, however little."""
+    """How many times faster, with its quartiles; below one it is bad, however little.
+
+    A result that is not right is called wrong and is not faster than anything.
+    """
+    if faults_of(entry, system):
+        return WRONG
     ratio = compared(entry, system, than) if than is not None else None
     if ratio is None:
         return NOTHING
@@ -83,7 +90,7 @@ def at(path: str, form: str = ",.0f", unit: str = "", scale: float = 1) -> Calla
     """The number at a dotted path, multiplied by `scale`."""
 
     def make(entry: Json) -> Cell:
-        value = value_of(entry, path)
+        value = value_at(entry, path)
         return number(value * scale if isinstance(value, int | float) else None, form, unit)
 
     return make
@@ -93,7 +100,7 @@ def said(path: str) -> Callable[[Json], Cell]:
     """The text, or yes or no, at a dotted path."""
 
     def make(entry: Json) -> Cell:
-        value = value_of(entry, path)
+        value = value_at(entry, path)
         if isinstance(value, bool):
             return Cell("yes" if value else "no", str(value), "" if value else "bad")
         return word(value)
@@ -102,10 +109,12 @@ def said(path: str) -> Callable[[Json], Cell]:
 
 
 def over(above: str, below: str) -> Callable[[Json], Cell]:
-    """One value over another, of which less is better."""
+    """One value over another, of which less is better; nothing where either is of a wrong result."""
 
     def make(entry: Json) -> Cell:
-        top, bottom = value_of(entry, above), value_of(entry, below)
+        if any(faults_of(entry, path.partition(".")[0]) for path in (above, below)):
+            return NOTHING
+        top, bottom = value_at(entry, above), value_at(entry, below)
         return number(top / bottom, ".2f", "×") if top is not None and bottom else NOTHING
 
     return make
@@ -113,8 +122,27 @@ def over(above: str, below: str) -> Callable[[Json], Cell]:
 
 def p50_cell(system: str) -> Callable[[Json], Cell]:
     """p50 of a system in µs."""
-    tone = "ours" if system == OURS else ""
-    return lambda entry: number(p50_of(entry, system), tone=tone)
+    return judged(system, at(f"{system}.p50_us"))
+
+
+def judged(system: str, measured: Callable[[Json], Cell]) -> Callable[[Json], Cell]:
+    """What was measured of a system, marked where its result is wrong; `failed` where it did."""
+
+    def make(entry: Json) -> Cell:
+        if notes_of(entry, system).get("error"):
+            return FAILED
+        cell = measured(entry)
+        if cell != NOTHING and faults_of(entry, system):
+            return replace(cell, text=f"{cell.text} wrong", tone="bad")
+        return replace(cell, tone="ours") if cell != NOTHING and system == OURS else cell
+
+    return make
+
+
+def error_cell(system: str, form: str) -> Callable[[Json], Cell]:
+    """A system's relative error; bad if it is too much."""
+    make = at(f"{system}.relative_error", form)
+    return lambda e: replace(make(e), tone="bad") if faults_of(e, system) else make(e)
 
 
 def has_number(notes: Json, field: str) -> bool:

@@ -13,6 +13,8 @@ from torch_nimble.errors import InputError, OptionError
 
 READINGS = "readings.json"
 """Beside a record: why a result is as it is, in a sentence, by "target dtype batch"."""
+_NO_TERMINAL = 4096
+"""Columns of what is not shown on a terminal but goes into a file or another program."""
 
 
 def names(given: str) -> list[str]:
@@ -57,7 +59,15 @@ def render(place: Path, docs: Sequence[Path], console: Console) -> list[Path]:
 
 
 def show(entries: Sequence[Json], console: Console) -> None:
-    """The table at the end of a run."""
+    """The tables at the end of a run; as wide as they are where no terminal limits them."""
     from torch_nimble.bench import tables
 
-    console.print(tables.terminal(entries))
+    wide = console if console.is_terminal else Console(file=console.file, width=_NO_TERMINAL)
+    wide.print(tables.terminal(entries), highlight=False)
+
+
+def is_right(entry: Json) -> bool:
+    """Whether a line was measured, and ours gave what the model gives."""
+    ours = (entry.get("systems") or {}).get("nimble") or {}
+    accepted = (entry.get("check") or {}).get("accepted", True)
+    return "error" not in entry and "error" not in ours and accepted

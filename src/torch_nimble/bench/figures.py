@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from torch_nimble.bench.plots import LINE_TONES, Level, Panel, Point, Series, bars, lines
-from torch_nimble.bench.record import Json
-from torch_nimble.bench.selection import DTYPES, OURS, SERIAL, called, compared, measured, notes_of
+from torch_nimble.bench.record import DTYPES, Json
+from torch_nimble.bench.selection import OURS, SERIAL, called, compared, faults_of, measured, notes_of
 from torch_nimble.bench.suites import PAPER_IDLE, PAPER_SPEEDUPS, PAPER_STREAMS
 
 Value = Callable[[Json], Point | None]
@@ -119,6 +119,6 @@ def _against_eager(system: str) -> Value:
 def _idle(system: str) -> Value:
     def make(entry: Json) -> Point | None:
         share = notes_of(entry, system).get("idle")
-        return Point(100 * share) if share is not None else None
+        return Point(100 * share) if share is not None and not faults_of(entry, system) else None
 
     return make

@@ -7,6 +7,7 @@ import ctypes
 import functools
 import gc
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,23 +21,40 @@ from torch_nimble.bench.subject import Call, Inputs, Subject
 from torch_nimble.tree import flatten_inputs, flatten_output
 
 _PROFILED_CALLS = 5
-_ENERGY_S = 0.3
+_REPLAYS = 20
+_ENERGY_S, _ENERGY_AT_MOST_S = 0.5, 2.0
+_PRODUCTS, _QUEUED = 500, 4
+_TABLES = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 _MATRIX, _COPIED_BYTES = 8192, 1 << 30
 
 
-def memory(*, peak: bool = False, restart: bool = False) -> dict[str, int]:
-    """Bytes in use, or their peak; `restart` first gives back what is free and begins a new peak."""
-    if not torch.cuda.is_available():
+def memory(device: str, *, peak: bool = False, restart: bool = False) -> dict[str, int]:
+    """Bytes in use by torch, or their peak, and of the whole GPU now.
+
+    `restart` first gives back what is free and begins a new peak.
+    """
+    if device != "cuda":
         return {}
     if restart:
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    free, total = torch.cuda.mem_get_info()
-    read = (torch.cuda.memory_allocated, torch.cuda.memory_reserved)
     if peak:
-        read = (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved)
-    return {"allocated": read[0](), "reserved": read[1](), "device": total - free}
+        most = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        return dict(zip(("allocated", "reserved"), most, strict=True))
+    free, total = torch.cuda.mem_get_info()
+    now = torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), total - free
+    return dict(zip(("allocated", "reserved", "device"), now, strict=True))
+
+
+def replay_us(graph: torch.cuda.CUDAGraph) -> float:
+    """Microseconds of a bare replay, in a row of them."""
+
+    def some() -> None:
+        for _ in range(_REPLAYS):
+            graph.replay()
+
+    return 1e6 * _seconds(some) / _REPLAYS
 
 
 # ------------------------------------------------------------ idle time
@@ -45,20 +63,23 @@ def memory(*, peak: bool = False, restart: bool = False) -> dict[str, int]:
 def busy(call: Call, supply: Sequence[Inputs]) -> Json:
     """Microseconds a call in which at least one kernel ran, and how many ran, by the profiler.
 
-    To profile slows calls down, so the times between kernels mean nothing here; those of kernels do.
+    To profile slows calls down, so the times between kernels mean nothing here; those of kernels are
+    nearly right, and a little too long where many short ones run at the same time.
     """
+    os.environ.setdefault("TEARDOWN_CUPTI", "0")  # to end and begin it again breaks CUDA graphs
     inputs = list(itertools.islice(itertools.cycle(supply), _PROFILED_CALLS))
-    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]):
+        call(*inputs[0][0], **inputs[0][1])  # the first profile of a process is another
+        torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for args, kwargs in inputs:
             call(*args, **kwargs)
             torch.cuda.synchronize()
-    spans = [
-        (event.time_range.start, event.time_range.end)
-        for event in profiler.events() or ()
-        if event.device_type.name == "CUDA"
-    ]
-    return {"busy_us": covered(spans) / len(inputs), "kernels": len(spans) / len(inputs)}
+    events = [event for event in profiler.events() or () if event.device_type.name == "CUDA"]
+    calls = len(inputs)
+    spans = [(event.time_range.start, event.time_range.end) for event in events]
+    kernels = [e for e in events if not e.name.startswith(("Memcpy", "Memset"))]
+    return {"busy_us": covered(spans) / calls, "kernels": len(kernels) / calls}
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
@@ -88,25 +109,44 @@ def _energy_counter() -> Callable[[], int] | None:
         return None
 
     def read() -> int:
-        return -1 if ask(handle, ctypes.byref(used)) else used.value
+        status = ask(handle, ctypes.byref(used))
+        if status:
+            raise RuntimeError(f"NVML says {status}")
+        return used.value
 
-    return None if found or read() < 0 else read
+    try:
+        return read if not found and read() else None
+    except RuntimeError:
+        return None
 
 
 def energy_mj(subject: Subject, call: Call, supply: Sequence[Inputs]) -> float | None:
-    """Millijoules a call of the whole GPU, over calls that follow each other at once."""
+    """Millijoules a call of the whole GPU, over calls that follow each other at once.
+
+    The counter moves several times a second: from one move of it to another, some time later.
+    """
     counter = _energy_counter()
     if counter is None:
         return None
-    calls, inputs = 0, itertools.cycle(supply)
-    subject.synchronize()
+    inputs = itertools.cycle(supply)
+
+    def calls_until(done: Callable[[], bool]) -> int:
+        count = 0
+        while not done():
+            args, kwargs = next(inputs)
+            call(*args, **kwargs)
+            subject.synchronize()
+            count += 1
+        return count
+
+    first = counter()
+    deadline = time.perf_counter() + _ENERGY_AT_MOST_S
+    calls_until(lambda: counter() != first or time.perf_counter() > deadline)
     before, start = counter(), time.perf_counter()
-    while time.perf_counter() - start < _ENERGY_S:
-        args, kwargs = next(inputs)
-        call(*args, **kwargs)
-        subject.synchronize()
-        calls += 1
-    return (counter() - before) / calls
+    calls = calls_until(lambda: time.perf_counter() - start > _ENERGY_S)
+    last = counter()
+    calls += calls_until(lambda: counter() != last or time.perf_counter() > deadline)
+    return (counter() - before) / calls if calls else None
 
 
 # ------------------------------------------------------------ the floor
@@ -119,7 +159,10 @@ def floor(subject: Subject) -> Json:
         out = subject.model(*args, **kwargs)
     tensors = [*flatten_inputs(args, kwargs)[0], *flatten_output(out)[0]]
     if isinstance(subject.model, torch.nn.Module):
-        tensors += [*subject.model.parameters(), *subject.model.buffers()]
+        tables = [m.weight for m in subject.model.modules() if isinstance(m, _TABLES)]
+        looked_up = {id(table) for table in tables}  # a few rows of each
+        weights = [*subject.model.parameters(), *subject.model.buffers()]
+        tensors += [weight for weight in weights if id(weight) not in looked_up]
     nbytes = sum(t.numel() * t.element_size() for t in tensors)
     dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
     flops_a_second, bytes_a_second = _rates(dtype)
@@ -155,14 +198,15 @@ def _seconds(act: Callable[[], Any], times: int = 5) -> float:
 
 
 @contextlib.contextmanager
-def loaded(wanted: bool) -> Iterator[None]:
+def loaded(wanted: bool) -> Iterator[Json]:
     """Another stream of this process busy with small matrix products, all of the time.
 
     They are replayed from a CUDA graph of some milliseconds, so that the thread that starts them hardly
-    takes the interpreter's time from what is measured.
+    takes the interpreter's time from what is measured. At the end it is told how often.
     """
+    told: Json = {}
     if not wanted:
-        yield
+        yield told
         return
     stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     graph, stop = torch.cuda.CUDAGraph(), threading.Event()
@@ -172,22 +216,30 @@ def loaded(wanted: bool) -> Iterator[None]:
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=stream):
         made = matrix
-        for _ in range(500):
+        for _ in range(_PRODUCTS):
             made = made @ matrix
+    replays = 0
 
     def keep_busy() -> None:
+        nonlocal replays
         with torch.cuda.stream(stream):
-            ends = [stream.record_event(), stream.record_event()]
+            ends = [stream.record_event() for _ in range(_QUEUED)]
             while not stop.is_set():
-                ends.pop(0).synchronize()  # the run before last: one is always under way
+                ends.pop(0).synchronize()
                 graph.replay()
                 ends.append(stream.record_event())
+                replays += 1
 
     thread = threading.Thread(target=keep_busy, daemon=True)
+    start = time.perf_counter()
     thread.start()
     try:
-        yield
+        yield told
     finally:
+        was_alive = thread.is_alive()
         stop.set()
         thread.join()
         torch.cuda.synchronize()
+        told |= {"replays": replays, "products": _PRODUCTS, "seconds": time.perf_counter() - start}
+    if not was_alive:
+        raise RuntimeError("the load ended before what was measured beside it")

@@ -18,9 +18,11 @@ from torch_nimble.bench.cells import (
     Column,
     Grid,
     at,
+    error_cell,
     faster_cell,
     grid_of,
     has_number,
+    judged,
     number,
     over,
     p50_cell,
@@ -34,8 +36,10 @@ from torch_nimble.bench.selection import (
     PEERS,
     SERIAL,
     called,
+    closest,
     compared,
     errors_of,
+    faults_of,
     measured,
     name_of,
     notes_of,
@@ -43,7 +47,6 @@ from torch_nimble.bench.selection import (
     paired,
     place_of,
     quicker_peers,
-    quickest,
 )
 from torch_nimble.bench.suites import PAPER_SPEEDUPS, PAPER_STREAMS
 
@@ -51,17 +54,28 @@ AGREE = 0.03
 """Repeated runs agree if their ratios are no further apart than this."""
 
 
+def _systems_with(entries: Iterable[Json], field: str) -> list[str]:
+    """The systems that have a number there in any of the lines."""
+    entries = list(entries)
+    return [n for n in record.SYSTEMS if any(has_number(notes_of(e, n), field) for e in entries)]
+
+
+def _having(entries: Sequence[Json], field: str) -> list[Json]:
+    """The lines in which any system has a number there."""
+    return [entry for entry in entries if _systems_with([entry], field)]
+
+
 # ------------------------------------------------------------ latency
 
 
 def headline(entries: Sequence[Json]) -> Grid:
     """p50 of the whole call in µs, ours against the best mode of torch.compile and against eager."""
-    shown = ("eager", "cudagraph", *COMPILED, "onnxruntime", OURS)
+    shown = measured(entries, (*PEERS, OURS))
     columns: list[Column] = [(called(name), p50_cell(name)) for name in shown]
     columns += [
-        ("vs best compile", lambda e: faster_cell(e, OURS, quickest(e, COMPILED))),
+        ("vs best compile", lambda e: faster_cell(e, OURS, closest(e, COMPILED))),
         ("vs eager", lambda e: faster_cell(e, OURS, "eager")),
-        ("error", at(f"{OURS}.relative_error", ".0e")),
+        ("error", error_cell(OURS, ".0e")),
     ]
     return grid_of(entries, columns)
 
@@ -71,12 +85,10 @@ def latency(entries: Sequence[Json]) -> Grid:
 
     def both(system: str) -> Callable[[Json], Cell]:
         def make(entry: Json) -> Cell:
-            notes, p50 = notes_of(entry, system), p50_cell(system)(entry)
-            if p50 == NOTHING:
-                return Cell("failed", None, "bad") if notes.get("error") else NOTHING
-            return Cell(f"{p50.text} / {number(notes.get('p99_us')).text}", p50.value, p50.tone)
+            p50, p99 = (at(f"{system}.{field}")(entry) for field in ("p50_us", "p99_us"))
+            return p50 if p50 == NOTHING else replace(p50, text=f"{p50.text} / {p99.text}")
 
-        return make
+        return judged(system, make)
 
     return grid_of(entries, [(called(name), both(name)) for name in measured(entries)])
 
@@ -110,7 +122,7 @@ def streams(entries: Sequence[Json]) -> Grid:
         ("faster", lambda e: faster_cell(e, OURS, SERIAL)),
         ("paper, V100", lambda e: number(PAPER_STREAMS.get(e["target"]), ".2f", "×")),
     ]
-    return grid_of([entry for entry in entries if compared(entry, OURS, SERIAL)], columns)
+    return grid_of([e for e in entries if p50_of(e, OURS) and p50_of(e, SERIAL)], columns)
 
 
 def scheduling(entries: Sequence[Json]) -> Grid:
@@ -121,20 +133,27 @@ def scheduling(entries: Sequence[Json]) -> Grid:
         ("in one graph, µs", p50_cell("cudagraph")),
         ("without run-time scheduling", lambda e: faster_cell(e, "cudagraph", "eager")),
     ]
-    return grid_of([entry for entry in entries if compared(entry, "cudagraph", "eager")], columns)
+    return grid_of([e for e in entries if p50_of(e, "cudagraph") and p50_of(e, "eager")], columns)
 
 
 def idle(entries: Sequence[Json]) -> Grid:
     """The share of a call in which no kernel runs, and what it is made of."""
+
+    def busy(system: str) -> Callable[[Json], Cell]:
+        # Without an idle share the profiler's kernels took longer than a call: no time of a call.
+        make = at(f"{system}.busy_us")
+        return lambda e: make(e) if has_number(notes_of(e, system), "idle") else NOTHING
+
+    known = _having(entries, "idle")
     columns: list[Column] = [
-        (f"{called(name)}, idle", at(f"{name}.idle", ".0f", " %", 100)) for name in measured(entries)
+        (f"{called(name)}, idle", judged(name, at(f"{name}.idle", ".0f", " %", 100)))
+        for name in _systems_with(known, "idle")
     ]
     for name in ("eager", OURS):
         columns += [
-            (f"{called(name)}, busy µs", at(f"{name}.busy_us")),
+            (f"{called(name)}, busy µs", busy(name)),
             (f"{called(name)}, kernels", at(f"{name}.kernels")),
         ]
-    known = [e for e in entries if any(has_number(notes_of(e, name), "idle") for name in record.SYSTEMS)]
     return grid_of(known, columns)
 
 
@@ -154,28 +173,37 @@ def batches(entries: Sequence[Json]) -> Grid:
 
 
 def limits(entries: Sequence[Json]) -> Grid:
-    """Device time of a replay beside the least it could be."""
-    path, replay = f"{OURS}.explained.critical_path_us", f"{OURS}.device_us"
+    """The bare replay of our graph beside the least it could be, and beside the replay of others."""
+    path = f"{OURS}.explained.critical_path_us"
+
+    def replay(entry: Json) -> str:
+        bare = has_number(notes_of(entry, OURS), "replay_us")
+        return f"{OURS}.replay_us" if bare else f"{OURS}.interval_us"
+
+    def instead(entry: Json) -> Cell:
+        return NOTHING if replay(entry).endswith("replay_us") else word("calls in a row")
+
     columns: list[Column] = [
         ("plan", said(f"{OURS}.explained.chosen")),
-        ("replay, µs", at(replay)),
+        ("replay, µs", judged(OURS, lambda e: at(replay(e))(e))),
+        ("instead of a replay", instead),
         ("critical path, µs", at(path)),
-        ("replay / path", over(replay, path)),
+        ("replay / path", lambda e: over(replay(e), path)(e)),
         ("floor, µs", at("floor.us", ",.1f")),
-        ("replay / floor", over(replay, "floor.us")),
+        ("replay / floor", lambda e: over(replay(e), "floor.us")(e)),
         ("GFLOP", at("floor.flops", ",.2f", scale=1e-9)),
         ("MB", at("floor.bytes", ",.1f", scale=1e-6)),
+        ("one stream, replay µs", judged(SERIAL, at(f"{SERIAL}.replay_us"))),
+        ("cudagraph, replay µs", judged("cudagraph", at("cudagraph.replay_us"))),
     ]
-    known = [e for e in entries if has_number(notes_of(e, OURS), "device_us")]
-    return grid_of(known, columns)
+    return grid_of([e for e in entries if at(replay(e))(e) != NOTHING], columns)
 
 
-def replays(entries: Sequence[Json]) -> Grid:
-    """Device time a call in a row of calls that nobody waits for, every system."""
-    known = [
-        e for e in entries if any(has_number(notes_of(e, name), "device_us") for name in record.SYSTEMS)
-    ]
-    return grid_of(known, [(called(name), at(f"{name}.device_us")) for name in measured(known)])
+def intervals(entries: Sequence[Json]) -> Grid:
+    """µs a call in a row of calls that nobody waits for, every system."""
+    known = _having(entries, "interval_us")
+    systems = _systems_with(known, "interval_us")
+    return grid_of(known, [(called(name), judged(name, at(f"{name}.interval_us"))) for name in systems])
 
 
 def costs(entries: Sequence[Json]) -> Grid:
@@ -195,10 +223,11 @@ def costs(entries: Sequence[Json]) -> Grid:
 
 def energy(entries: Sequence[Json]) -> Grid:
     """Millijoules a call."""
-    known = [
-        e for e in entries if any(has_number(notes_of(e, name), "energy_mj") for name in record.SYSTEMS)
+    known = _having(entries, "energy_mj")
+    columns: list[Column] = [
+        (called(name), judged(name, at(f"{name}.energy_mj", ",.1f")))
+        for name in _systems_with(known, "energy_mj")
     ]
-    columns: list[Column] = [(called(name), at(f"{name}.energy_mj", ",.1f")) for name in measured(known)]
     return grid_of(known, [*columns, ("ours / eager", over(f"{OURS}.energy_mj", "eager.energy_mj"))])
 
 
@@ -236,13 +265,25 @@ def checks(entries: Sequence[Json]) -> Grid:
         ("another input / tolerance", at("check.distance_over_tolerance", ",.0f", "×")),
         ("could have failed", said("check.check_can_fail")),
     ]
-    columns += [(called(name), at(f"{name}.relative_error", ".1e")) for name in measured(entries)]
-    known = [
-        e
+    columns += [(called(name), error_cell(name, ".1e")) for name in measured(entries)]
+    return grid_of(entries, columns)
+
+
+def wrong(entries: Sequence[Json]) -> Grid:
+    """Every system whose result is not right, with its error and why that is too much."""
+    rows = tuple(
+        (
+            word(name_of(e)),
+            word(e["measure"]),
+            word(called(system)),
+            error_cell(system, ".1e")(e),
+            word("; ".join(faults)),
+        )
         for e in entries
-        if e.get("check") or any(has_number(notes_of(e, n), "relative_error") for n in record.SYSTEMS)
-    ]
-    return grid_of(known, columns)
+        for system in measured([e])
+        if (faults := faults_of(e, system))
+    )
+    return Grid(("result", "measure", "system", "relative error", "why it is wrong"), rows)
 
 
 def slower(entries: Sequence[Json], readings: Mapping[str, str]) -> Grid:
@@ -250,13 +291,12 @@ def slower(entries: Sequence[Json], readings: Mapping[str, str]) -> Grid:
     rows = []
     for entry in entries:
         for peer in quicker_peers(entry):
-            ours, theirs = p50_of(entry, OURS), p50_of(entry, peer)
-            assert ours is not None
-            assert theirs is not None
-            excess = number(100 * (ours / theirs - 1), ".1f", " %", "bad")
+            ratio = compared(entry, OURS, peer)
+            assert ratio is not None
+            theirs, ours = number(p50_of(entry, peer)), number(p50_of(entry, OURS))
+            excess = number(100 * (1 / ratio.value - 1), ".1f", " %", "bad")
             reading = readings.get(name_of(entry), "no reading yet")
-            what = word(name_of(entry))
-            rows.append((what, word(peer), number(theirs), number(ours), excess, word(reading)))
+            rows.append((word(name_of(entry)), word(peer), theirs, ours, excess, word(reading)))
     header = ("result", "faster peer", "its p50, µs", "ours, µs", "ours slower by", "reading")
     return Grid(header, tuple(rows))
 

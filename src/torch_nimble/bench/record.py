@@ -29,6 +29,7 @@ SYSTEMS = (
 )
 """All that can be measured, in the order of tables and plots."""
 
+DTYPES = ("fp32", "fp16", "bf16")
 HEAD = (
     "schema",
     "measure",
@@ -87,7 +88,7 @@ def read(place: Path) -> list[Json]:
 def parse(file: Path) -> list[Json]:
     """The lines of a file; one that cannot be used is an error that names it."""
     entries = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(_whole_lines(file).splitlines(), 1):
         try:
             entry = json.loads(line)
             if not isinstance(entry, dict):
@@ -108,8 +109,17 @@ def parse(file: Path) -> list[Json]:
 def append(file: Path, entry: Json) -> None:
     """Add a line; the folder is made if it is missing."""
     file.parent.mkdir(parents=True, exist_ok=True)
+    line = json.dumps(plain(entry), allow_nan=False, ensure_ascii=False) + "\n"
+    if file.exists():
+        file.write_text(_whole_lines(file), encoding="utf-8")
     with file.open("a", encoding="utf-8") as out:
-        out.write(json.dumps(plain(entry), allow_nan=False, ensure_ascii=False) + "\n")
+        out.write(line)
+
+
+def _whole_lines(file: Path) -> str:
+    """All but half a line at the end, which a process that was killed may have left."""
+    text = file.read_text(encoding="utf-8")
+    return text[: text.rfind("\n") + 1]
 
 
 # ------------------------------------------------------------ what belongs together
@@ -123,18 +133,27 @@ def identity(entry: Json) -> str:
 def key_of(entry: Json) -> Key:
     """What a line measures and on what, whenever that was."""
     what = tuple(entry[field] for field in ("measure", "target", "dtype", "batch", "load"))
-    settings, machine = entry["settings"], entry["machine"]
-    return *what, settings.get("device"), machine.get("device"), settings.get("signatures")
+    settings = entry["settings"]
+    how = (settings.get(field) for field in ("device", "signatures", "cudnn_benchmark"))
+    return *what, entry["machine"].get("device"), *how, *(settings.get("inputs") or ())
 
 
 def latest(entries: Iterable[Json]) -> dict[Key, Json]:
-    """The newest line for each thing measured; a failed process replaces nothing."""
+    """The newest line for each thing measured.
+
+    A failed process replaces nothing, nor does a line that has fewer systems than an older one.
+    """
     kept: dict[Key, Json] = {}
     for entry in entries:
         key = key_of(entry)
-        if key not in kept or "error" in kept[key] or "error" not in entry:
+        known = kept.get(key)
+        if known is None or "error" in known or ("error" not in entry and _covers(entry, known)):
             kept[key] = entry
     return kept
+
+
+def _covers(entry: Json, other: Json) -> bool:
+    return set(entry.get("systems") or {}) >= set(other.get("systems") or {})
 
 
 @dataclass(frozen=True)
@@ -173,7 +192,7 @@ def disagreement(entries: Iterable[Json], system: str, than: str) -> dict[Key, f
 
 def value_at(entry: Json, path: str) -> Any:
     """What lies at a dotted path in a line or in its systems; None where nothing does."""
-    here: Any = {**entry.get("systems", {}), **entry}
+    here: Any = {**(entry.get("systems") or {}), **entry}
     for step in path.split("."):
         here = here.get(step) if isinstance(here, dict) else None
     return here

@@ -6,31 +6,26 @@ a run that was cut short goes on where it stopped.
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
 import itertools
-import json
 import math
-import os
-import platform
-import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
-import torch_nimble
+from torch_nimble import zoo
+from torch_nimble.bench.processes import launch
+from torch_nimble.bench.provenance import DIRTY, commit_here, environment, now, source_of
 from torch_nimble.bench.record import (
+    DTYPES,
     HEAD,
     MEASURES,
     SCHEMA,
@@ -45,18 +40,15 @@ from torch_nimble.bench.subject import Part
 from torch_nimble.bench.suites import Case
 from torch_nimble.bench.systems import BY_NAME
 from torch_nimble.errors import OptionError
+from torch_nimble.targets import make_inputs
 
-_POLL_S = 0.5
+Launch = Callable[..., Json]
 _USUAL = {
     ("cuda", "speed"): ("eager", "cudagraph", "compile", "reduce-overhead", "nimble-serial"),
     ("cuda", "cost"): ("reduce-overhead",),
     ("cpu", "speed"): ("eager", "onnxruntime"),
     ("cpu", "cost"): (),
 }
-DTYPES = ("fp32", "fp16", "bf16")
-_PACKAGES = ("triton", "torchvision", "transformers", "jax", "onnxruntime")
-Stage = Callable[[str], None]
-Launch = Callable[..., Json]
 
 
 @dataclass(frozen=True)
@@ -83,9 +75,8 @@ class Wanted:
 def run(wanted: Wanted, console: Console) -> list[Json]:
     """Measure what is missing, adding each line to the record; all that was asked for comes back."""
     _check(wanted)
-    record = wanted.out / "bench.jsonl"
     known = [entry for file in files_of(wanted.out) if file.exists() for entry in parse(file)]
-    done = {identity(entry): entry for entry in known if "error" not in entry}
+    done = {identity(entry): entry for entry in known if _is_final(entry)}
     found: list[Json] = []
     todo: list[tuple[Part, Json]] = []
     for part in _parts(wanted):
@@ -93,48 +84,90 @@ def run(wanted: Wanted, console: Console) -> list[Json]:
         while wanted.again and identity(entry) in done:
             entry["run"] += 1
         if identity(entry) in done:
-            console.print(f"{_label(part)}: in the record already")
-            found.append(done[identity(entry)])
+            line = done[identity(entry)]
+            console.print(f"{_label(part)}: measured {line['date']}; --again repeats it", markup=False)
+            found.append(line)
         else:
             todo.append((part, entry))
-
-    deadline, writing = time.monotonic() + wanted.seconds, threading.Lock()
-    with _progress(console) as progress, ThreadPoolExecutor(wanted.parallel) as pool:
-        bar = progress.add_task("measuring", total=len(todo))
-
-        def one(part: Part, entry: Json) -> Json | None:
-            start = time.monotonic()
-            if start > deadline:
-                progress.console.print(f"{_label(part)}: no time left; the same command goes on with it")
-                return None
-            row = progress.add_task(_label(part), total=None)
-
-            def stage(text: str) -> None:
-                progress.update(row, description=f"{_label(part)}: {text}")
-
-            def start_one(part: Part, **more: str) -> Json:
-                return launch(part, stage, timeout_s=wanted.timeout_s, **more)
-
-            try:
-                entry |= plain(_JOBS.get(part.measure, _as_it_is)(part, start_one))
-            finally:
-                progress.remove_task(row)
-            entry["date"] = _now()
-            with writing:
-                append(record, entry)
-            lines = [f"{_label(part)}: {time.monotonic() - start:.0f} s", *failures(entry)]
-            progress.console.print(*lines, sep="\n", markup=False)
-            progress.advance(bar)
-            return entry
-
-        with tempfile.TemporaryDirectory() as folder:
-            turn = str(Path(folder, "turn")) if wanted.parallel > 1 else ""
-            # Who measures waits for all that prepare, so those who prepare begin together.
-            for first in range(0, len(todo), wanted.parallel):
-                wave = todo[first : first + wanted.parallel]
-                made = pool.map(one, [replace(p, turn=turn) for p, _ in wave], [e for _, e in wave])
-                found += [entry for entry in made if entry is not None]
+    with _Workers(wanted, console, len(todo)) as workers:
+        for first in range(0, len(todo), wanted.parallel):
+            wave = todo[first : first + wanted.parallel]
+            if workers.is_late():
+                console.print(f"{len(todo) - first} left; the same command goes on with them")
+                break
+            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+                caches = [str(Path(folder, str(number))) for number in range(len(wave))]
+                if wanted.parallel > 1:
+                    workers.fill([p for p, _ in wave], caches)
+                for (part, entry), cache in zip(wave, caches, strict=True):
+                    found.append(workers.measure(part, entry, cache))
     return found
+
+
+def _is_final(entry: Json) -> bool:
+    """Whether a line need not be measured again; one of code that no commit stands for must be."""
+    return "error" not in entry and not entry["commit"].endswith(DIRTY)
+
+
+class _Workers:
+    """Processes that work on parts, ended with all they started when this is left."""
+
+    def __init__(self, wanted: Wanted, console: Console, count: int) -> None:
+        self._wanted = wanted
+        self._deadline = time.monotonic() + wanted.seconds
+        self._stop = threading.Event()
+        self._progress = _progress(console)
+        self._bar = self._progress.add_task("measuring", total=count)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._progress.stop()
+
+    def is_late(self) -> bool:
+        """Whether nothing new is to begin."""
+        return time.monotonic() > self._deadline
+
+    def fill(self, parts: Sequence[Part], caches: Sequence[str]) -> None:
+        """All compile at the same time; nothing of it is measured."""
+        pool = ThreadPoolExecutor(len(parts))
+        try:
+            filling = [replace(part, measure="fill") for part in parts]
+            list(pool.map(self._launch, filling, caches))
+        except BaseException:
+            self._stop.set()
+            raise
+        finally:
+            pool.shutdown()
+
+    def measure(self, part: Part, entry: Json, cache: str) -> Json:
+        """One part, alone; its line is added to the record."""
+        start = time.monotonic()
+
+        def start_one(part: Part, cache: str = cache) -> Json:
+            return self._launch(part, cache)
+
+        entry |= plain(_JOBS.get(part.measure, _as_it_is)(part, start_one))
+        entry["date"] = now()
+        append(self._wanted.out / "bench.jsonl", entry)
+        lines = [f"{_label(part)}: {time.monotonic() - start:.0f} s", *failures(entry)]
+        self._progress.console.print(*lines, sep="\n", markup=False)
+        self._progress.advance(self._bar)
+        return entry
+
+    def _launch(self, part: Part, cache: str) -> Json:
+        row = self._progress.add_task(_label(part), total=None)
+
+        def stage(text: str) -> None:
+            self._progress.update(row, description=f"{_label(part)}: {text}")
+
+        try:
+            return launch(replace(part, cache=cache), stage, self._stop, self._wanted.timeout_s)
+        finally:
+            self._progress.remove_task(row)
 
 
 def device_here() -> str:
@@ -155,6 +188,19 @@ def _check(wanted: Wanted) -> None:
         unknown = [name for name in names if name not in known]
         if unknown:
             raise OptionError(f"{option} {unknown[0]!r} is not known; there are {', '.join(known)}")
+    absent = [name for name in wanted.against if wanted.device not in BY_NAME[name].devices]
+    if absent:
+        raise OptionError(f"--against {absent[0]} cannot be measured on {wanted.device}")
+    for case in wanted.cases:
+        make_inputs(case.inputs)
+        if ":" not in case.target:
+            zoo.resolve(case.target)
+        elif not case.inputs:
+            raise OptionError(
+                f"{case.target} needs example inputs; give them with --input 1x3x224x224 …"
+            )
+        if case.inputs and (case.batch != 1 or wanted.signatures != 1):
+            raise OptionError("--input says the batch itself: leave --batch and --signatures out")
     if wanted.device == "cuda" and device_here() != "cuda":
         raise OptionError("there is no GPU that this torch can use; --device cpu measures on the CPU")
     if wanted.parallel > 1 and set(wanted.measures) != {"speed"}:
@@ -172,7 +218,7 @@ def _parts(wanted: Wanted) -> list[Part]:
             rounds=wanted.rounds,
             signatures=wanted.signatures,
             cudnn_benchmark=wanted.cudnn_benchmark,
-            turn="side by side" if wanted.parallel > 1 else "",
+            filled=wanted.parallel > 1,
         )
         for measure, case in itertools.product(wanted.measures, wanted.cases)
     ]
@@ -206,7 +252,7 @@ def failures(entry: Json) -> list[str]:
         reasons = [notes["error"]] if "error" in notes else []
         eager = (notes.get("explained") or {}).get("fallbacks") or []
         reasons += [f"ran eagerly: {fallback.get('reason')}" for fallback in eager]
-        found += [f"  {name or 'all'}: {' '.join(reason.split())[-300:]}" for reason in reasons]
+        found += [f"  {name or 'all'}: {reason.strip().splitlines()[-1][:300]}" for reason in reasons]
     return found
 
 
@@ -215,50 +261,7 @@ def _progress(console: Console) -> Progress:
     return Progress(*columns, BarColumn(), MofNCompleteColumn(), console=console, transient=True)
 
 
-# ------------------------------------------------------------ processes
-
-
-def launch(part: Part, stage: Stage, *, cache: str = "", timeout_s: float = 900) -> Json:
-    """What a part found; after a failure, what it had reported until then and the error."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        part = replace(part, cache=cache or folder)
-        result, log = Path(folder, "result.json"), Path(folder, "log.txt")
-        command = [
-            sys.executable,
-            "-m",
-            "torch_nimble.bench.worker",
-            json.dumps(asdict(part)),
-            str(result),
-        ]
-        with log.open("w") as out:
-            process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
-            try:
-                reason = _wait(process, result, stage, timeout_s)
-            finally:  # with all that it started, also when we are interrupted
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
-        found = _read(result)
-        found.pop("stage", None)
-        if reason:
-            found["error"] = f"{reason}: {log.read_text(errors='replace')[-2000:].strip()}"
-        return found
-
-
-def _wait(process: subprocess.Popen[bytes], result: Path, stage: Stage, timeout_s: float) -> str:
-    """Show what the process is doing until it ends; why it failed, or nothing."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        with suppress(subprocess.TimeoutExpired):
-            status = process.wait(_POLL_S)
-            return f"exit status {status}" if status else ""
-        stage(_read(result).get("stage", "starting"))
-    return f"no end after {timeout_s:.0f} s"
-
-
-def _read(result: Path) -> Json:
-    found: Json = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
-    return found
+# ------------------------------------------------------------ what needs several processes
 
 
 def _as_it_is(part: Part, launch: Launch) -> Json:
@@ -271,9 +274,10 @@ def _cold_and_warm(part: Part, launch: Launch) -> Json:
     for name in part.systems:
         one = replace(part, systems=(name,))
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
-            systems[name] = {run: launch(one, cache=cache) for run in ("cold", "warm")}
-            failed = [notes["error"] for notes in systems[name].values() if "error" in notes]
-            systems[name] |= {"error": failed[0]} if failed else {}
+            systems[name] = {run: launch(one, cache) for run in ("cold", "warm")}
+        for notes in systems[name].values():
+            if "error" in notes:
+                return {"systems": systems, "error": f"{name}: {notes['error']}"}
     return {"systems": systems}
 
 
@@ -281,13 +285,10 @@ def _plan_then_race(part: Part, launch: Launch) -> Json:
     """The plan that one process chose and saved, raced against one stream in another."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         part = replace(part, plan=str(Path(folder, "plan.json")), systems=("nimble",))
-        planned = launch(replace(part, measure="cost"), cache=folder)
+        planned = launch(replace(part, measure="cost"))
         if "error" in planned:
             return planned
-        return {
-            "planned": planned,
-            **launch(replace(part, systems=("nimble-serial", "nimble")), cache=folder),
-        }
+        return {"planned": planned, **launch(replace(part, systems=("nimble-serial", "nimble")))}
 
 
 _JOBS: dict[str, Callable[[Part, Launch], Json]] = {"cost": _cold_and_warm, "plan": _plan_then_race}
@@ -304,59 +305,16 @@ def _head(part: Part, wanted: Wanted) -> Json:
         "systems": list(part.systems),
         "signatures": part.signatures,
         "inputs": list(case.inputs),
+        "source": source_of(case.target),
         "tf32": True,
         "layout": "channels-last" if part.layout is torch.channels_last else "contiguous",
         "cudnn_benchmark": part.cudnn_benchmark,
-        "prepared": "side by side" if part.turn else "alone",
+        "prepared": "from caches filled before" if part.filled else "alone",
         "freezing": True,
         "threads": torch.get_num_threads() if part.device == "cpu" else None,
     }
-    about = (SCHEMA, part.measure, case.target, case.dtype, case.batch, case.load, 1, _now())
-    machine, versions = _environment(part.device)
+    about = (SCHEMA, part.measure, case.target, case.dtype, case.batch, case.load, 1, now())
+    machine, versions = environment(part.device)
     rest = (wanted.commit or commit_here(), machine, versions, settings)
     head: Json = plain(dict(zip(HEAD, (*about, *rest), strict=True)))
     return head
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-
-
-def _output_of(*command: str) -> str:
-    """What a command prints; nothing where it is missing or fails."""
-    here = Path(__file__).resolve().parent
-    with suppress(OSError, subprocess.CalledProcessError):
-        done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=True)
-        return done.stdout.strip()
-    return ""
-
-
-@functools.cache
-def commit_here() -> str:
-    """The commit of the code that is measured, or the release where it is not in a repository."""
-    commit = _output_of("git", "rev-parse", "--short=12", "HEAD")
-    if not commit:
-        return f"torch-nimble {torch_nimble.__version__}"
-    return commit + ("-dirty" if _output_of("git", "status", "--porcelain", "--", "..") else "")
-
-
-@functools.cache
-def _environment(device: str) -> tuple[Json, Json]:
-    """Machine and versions, without making this process take memory on the GPU."""
-    query = _output_of("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
-    name, _, driver = query.partition("\n")[0].partition(", ")
-    machine: Json = {"device": _processor(), "cores": os.cpu_count()}
-    if device == "cuda":
-        machine |= {"device": name or "unknown", "driver": driver or "unknown"}
-    packages = {dist.name: dist.version for dist in importlib.metadata.distributions()}
-    versions: Json = {package: packages.get(package) for package in _PACKAGES}
-    versions |= {"python": platform.python_version(), "torch": torch.__version__}
-    versions |= {"torch_nimble": torch_nimble.__version__, "cuda": torch.version.cuda}
-    return machine, {**versions, "cudnn": torch.backends.cudnn.version()}  # type: ignore[no-untyped-call]
-
-
-def _processor() -> str:
-    with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), "unknown")
-    return platform.processor()

@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from torch_nimble.bench import figures, grids
 from torch_nimble.bench.cells import Grid
 from torch_nimble.bench.record import Json
-from torch_nimble.bench.selection import newest, of, on_one_gpu, quicker_peers, streamed, targets_of
+from torch_nimble.bench.selection import (
+    batched,
+    newest,
+    of,
+    on_one_gpu,
+    quicker_peers,
+    sound,
+    streamed,
+    targets_of,
+)
 from torch_nimble.bench.suites import BRANCHING, PAPER_IDLE
 
 
@@ -35,8 +44,8 @@ def sections_of(entries: Sequence[Json], readings: Mapping[str, str]) -> list[Se
     # Without those of the paper's suite, which have figures of their own.
     modern = [entry for entry in modern if entry not in paper]
     branching, plain = streamed(gpu, BRANCHING), of(gpu, "speed", plain=True)
-    batched = _batched(gpu)
-    lost = sum(map(bool, map(quicker_peers, speed)))
+    sizes, fair = batched(gpu), sound(speed)
+    lost = sum(map(bool, map(quicker_peers, fair)))
     sections = [
         Section(
             "paper",
@@ -60,14 +69,16 @@ def sections_of(entries: Sequence[Json], readings: Mapping[str, str]) -> list[Se
             "results",
             "Results",
             "p50 of the whole call in µs. A ratio is the median of those of the rounds; in brackets are "
-            "their quartiles. Error: relative, against the model in float64.",
+            "their quartiles. Error: relative, against the model in float64. Wrong: that is too large; "
+            "what is wrong takes part in no ratio.",
             grids=(grids.headline(of(kept, "speed", plain=True) or speed),),
         ),
         Section(
             "slower",
             "Where ours is slower",
-            f"In {lost} of {len(speed)} results a peer has the smaller p50. Each is listed, by however "
-            "little, with what we make of it.",
+            f"In {lost} of {len(fair)} results a peer is faster: the median of the ratios of the rounds "
+            "is below 1. Each is listed, by however little, with what we make of it."
+            + _left_out(len(speed) - len(fair)),
             grids=(grids.slower(speed, readings),),
         ),
         Section(
@@ -106,8 +117,8 @@ def sections_of(entries: Sequence[Json], readings: Mapping[str, str]) -> list[Se
             "Larger batches, and a busy GPU",
             "Several streams help while one kernel does not fill the GPU; larger batches fill it. Busy: "
             "measured while another stream keeps the GPU at work.",
-            (("batches.svg", figures.by_batch([e for e in batched if not e["load"]])),),
-            (grids.batches(batched),),
+            (("batches.svg", figures.by_batch([e for e in sizes if not e["load"]])),),
+            (grids.batches(sizes),),
         ),
         Section(
             "latency",
@@ -118,10 +129,18 @@ def sections_of(entries: Sequence[Json], readings: Mapping[str, str]) -> list[Se
         Section(
             "limits",
             "Replay and its limits",
-            "Replay: device time a call, in a row of calls that nobody waits for. Critical path: the "
-            "longest path of measured times of single tasks. Floor: the least time for the arithmetic "
-            "and the memory traffic at the machine's rates. Below, the replay of every system in µs.",
-            grids=(grids.limits(of(gpu, "speed")), grids.replays(of(gpu, "speed"))),
+            "Replay: our CUDA graph alone, without what else a call does; where that was not measured, "
+            "the table says what stands instead of it. Critical path: the longest path of measured "
+            "times of single tasks. Floor: the least time for the arithmetic and the memory traffic at "
+            "the machine's rates. Last, the graphs of others, likewise alone.",
+            grids=(grids.limits(of(gpu, "speed")),),
+        ),
+        Section(
+            "intervals",
+            "Calls that nobody waits for",
+            "µs a call in a row of calls that nobody waits for, each launched as soon as the host can: "
+            "the host's time or the device's, whichever is longer.",
+            grids=(grids.intervals(of(gpu, "speed")),),
         ),
         Section(
             "cost",
@@ -153,8 +172,9 @@ def sections_of(entries: Sequence[Json], readings: Mapping[str, str]) -> list[Se
             "Is it right?",
             "Relative errors on inputs that no system was prepared with, before and after timing, the "
             "larger. A check could have failed if the result for another input is at least a hundred "
-            "tolerances away.",
-            grids=(grids.checks(speed),),
+            "tolerances away. What is not right is listed first; it takes part in no ratio, mean or "
+            "figure.",
+            grids=(grids.wrong([*speed, *of(kept, "plan")]), grids.checks(speed)),
         ),
         Section(
             "agreement",
@@ -178,8 +198,6 @@ def sections_of(entries: Sequence[Json], readings: Mapping[str, str]) -> list[Se
     return [s for s in sections if not s.empty or (s.name == "slower" and speed)]
 
 
-def _batched(entries: Sequence[Json]) -> list[Json]:
-    """The lines of networks and dtypes measured with more than one batch, or beside a busy stream."""
-    speed = of(entries, "speed")
-    several = {(e["target"], e["dtype"]) for e in speed if e["batch"] != 1 or e["load"]}
-    return [entry for entry in speed if (entry["target"], entry["dtype"]) in several]
+def _left_out(count: int) -> str:
+    """What is not among the results that can be won or lost."""
+    return f" Not counted: {count} in which ours failed or is wrong." if count else ""

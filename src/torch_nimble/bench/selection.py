@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from torch_nimble.bench import record
-from torch_nimble.bench.record import Json, Ratio
+from torch_nimble.bench.record import DTYPES, Json, Ratio
 from torch_nimble.bench.suites import SUITES
 
 OURS, SERIAL = "nimble", "nimble-serial"
@@ -16,7 +15,6 @@ SHOWN = {OURS: "ours", SERIAL: "ours, one stream"}
 """What our systems are called in tables; the others have their own names."""
 
 _ORDER = list(dict.fromkeys(case.target for suite in ("paper", "modern") for case in SUITES[suite]))
-DTYPES = ("fp32", "fp16", "bf16")
 
 
 def called(system: str) -> str:
@@ -68,7 +66,7 @@ def of(
         entry
         for entry in entries
         if entry["measure"] == measure
-        and entry.get("systems")
+        and any((entry.get("systems") or {}).values())
         and (targets is None or entry["target"] in targets)
         and not (plain and (entry["batch"] != 1 or entry["load"]))
     ]
@@ -78,9 +76,21 @@ def streamed(entries: Sequence[Json], targets: Sequence[str]) -> list[Json]:
     """The lines that have ours on several streams and on one: measured with all others, else alone."""
     found: dict[tuple[str, str], Json] = {}
     for entry in (*of(entries, "speed", targets, plain=True), *of(entries, "plan", targets, plain=True)):
-        if compared(entry, OURS, SERIAL):
+        if p50_of(entry, OURS) and p50_of(entry, SERIAL):
             found.setdefault((entry["target"], entry["dtype"]), entry)
     return sorted(found.values(), key=_rank)
+
+
+def batched(entries: Sequence[Json]) -> list[Json]:
+    """The speed of networks and dtypes measured with more than one batch, or beside a busy stream."""
+    speed = of(entries, "speed")
+    several = {(e["target"], e["dtype"]) for e in speed if e["batch"] != 1 or e["load"]}
+    return [entry for entry in speed if (entry["target"], entry["dtype"]) in several]
+
+
+def sound(entries: Iterable[Json]) -> list[Json]:
+    """The lines in which ours was timed and is right: those in which it can win or lose."""
+    return [entry for entry in entries if p50_of(entry, OURS) and not faults_of(entry, OURS)]
 
 
 def name_of(entry: Json) -> str:
@@ -98,19 +108,33 @@ def notes_of(entry: Json, system: str) -> Json:
 
 
 def p50_of(entry: Json, system: str) -> float | None:
-    """Median of the whole call in µs."""
-    return notes_of(entry, system).get("p50_us") or None
+    """Median of the whole call in µs; a system that failed, even afterwards, has none."""
+    notes = notes_of(entry, system)
+    return None if notes.get("error") else notes.get("p50_us") or None
+
+
+def faults_of(entry: Json, system: str) -> list[str]:
+    """Why a system's result is not right; empty where it is, and where nobody has judged it."""
+    notes, check = notes_of(entry, system), entry.get("check") or {}
+    if not notes or notes.get("error"):
+        return []
+    found = ["its error is more than its dtype allows"] if notes.get("right") is False else []
+    if system == OURS and check.get("accepted") is False:
+        whose = f", that of {check['against']} considered" if check.get("against") else ""
+        found.append(f"its error is above the tolerance{whose}")
+    return found
+
+
+def accepted(entry: Json) -> bool:
+    """Whether our result was held against another's and found right."""
+    held = (entry.get("check") or {}).get("accepted") is True
+    return held and not faults_of(entry, OURS)
 
 
 def measured(entries: Iterable[Json], systems: Sequence[str] = record.SYSTEMS) -> list[str]:
     """Those systems that any of the lines says anything about."""
     entries = list(entries)
     return [name for name in systems if any(notes_of(entry, name) for entry in entries)]
-
-
-def value_of(entry: Json, path: str) -> Any:
-    """What lies at a dotted path in a line or in its systems; None where nothing does."""
-    return record.value_at({**entry, "systems": entry.get("systems") or {}}, path)
 
 
 def paired(entry: Json, system: str, than: str) -> bool:
@@ -121,36 +145,45 @@ def paired(entry: Json, system: str, than: str) -> bool:
 
 
 def compared(entry: Json, system: str, than: str) -> Ratio | None:
-    """How many times faster; without a spread where the rounds of the two are not pairs."""
+    """How many times faster; without a spread where the rounds of the two are not pairs.
+
+    This alone decides who is faster. None unless both were timed and are right.
+    """
     fast, slow = p50_of(entry, system), p50_of(entry, than)
-    if fast is None or slow is None:
+    if fast is None or slow is None or faults_of(entry, system) or faults_of(entry, than):
         return None
     if paired(entry, system, than):
         return record.faster(entry, system, than)
     return Ratio(slow / fast, slow / fast, slow / fast)
 
 
-def quickest(entry: Json, systems: Sequence[str]) -> str | None:
-    """The system with the least p50 of those given."""
-    found = {name: p50 for name in systems if (p50 := p50_of(entry, name)) is not None}
+def closest(entry: Json, systems: Sequence[str]) -> str | None:
+    """Of the systems given, the one that ours is least ahead of, or furthest behind."""
+    found = {name: ratio.value for name in systems if (ratio := compared(entry, OURS, name))}
     return min(found, key=lambda name: found[name], default=None)
 
 
 def quicker_peers(entry: Json) -> list[str]:
     """The peers that ours is slower than."""
-    ours = p50_of(entry, OURS)
-    if ours is None:
-        return []
-    return [name for name in PEERS if (p50 := p50_of(entry, name)) is not None and p50 < ours]
+    return [name for name in PEERS if (ratio := compared(entry, OURS, name)) and ratio.value < 1]
 
 
 def errors_of(entry: Json) -> list[tuple[str, str]]:
     """Everything that failed or ran eagerly: the system, empty for the whole process, and the text."""
-    found = [("", str(entry["error"]))] if entry.get("error") else []
+    found = _noted_errors(entry, "")
     for system in entry.get("systems") or {}:
         notes = notes_of(entry, system)
-        if notes.get("error"):
-            found.append((system, str(notes["error"])))
+        found += _noted_errors(notes, system)
         eager = record.value_at(notes, "explained.fallbacks") or []
         found += [(system, f"ran eagerly: {fallback.get('reason')}") for fallback in eager]
     return found
+
+
+def _noted_errors(notes: Json, system: str) -> list[tuple[str, str]]:
+    """`error`, and those of single parts of a measurement, such as `energy_error`, with the part."""
+    whole = [(system, str(notes["error"]))] if notes.get("error") else []
+    return whole + [
+        (system, f"{field.removesuffix('_error')}: {text}")
+        for field, text in notes.items()
+        if field.endswith("_error") and isinstance(text, str)
+    ]

@@ -12,7 +12,6 @@ import torch
 
 from torch_nimble.bench.record import Json
 from torch_nimble.bench.suites import Case
-from torch_nimble.errors import OptionError
 from torch_nimble.execute.check import worst_error
 from torch_nimble.targets import DTYPES, load_target, make_inputs
 from torch_nimble.tree import flatten_inputs, flatten_output, unflatten_inputs
@@ -24,7 +23,7 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Part:
-    """What one process is to do. `cache` is a folder, `plan` and `turn` are files."""
+    """What one process is to do. `cache` is a folder, `plan` a file."""
 
     measure: str
     case: Case
@@ -35,7 +34,8 @@ class Part:
     cudnn_benchmark: bool = False
     cache: str = ""
     plan: str = ""
-    turn: str = ""
+    filled: bool = False
+    """Whether the cache was filled before, by several processes side by side."""
 
     @classmethod
     def from_dict(cls, data: Json) -> Part:
@@ -63,13 +63,9 @@ class Subject:
     def load(cls, part: Part) -> Subject:
         """Built (and calibrated) in float32 on the CPU, then converted and moved."""
         case = part.case
-        if ":" in case.target and case.batch != 1:
-            raise OptionError(
-                f"--batch is for networks of the zoo; for {case.target} give --input with a batch in it"
-            )
         model = load_target(case.target, case.inputs).model
         if isinstance(model, torch.nn.Module):
-            model = model.to(device=part.device, dtype=_dtype(case))
+            model = model.eval().to(device=part.device, dtype=_dtype(case))
             if part.layout is torch.channels_last:
                 model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return cls(part, model)
@@ -106,8 +102,7 @@ class Subject:
     def references(self, cases: Sequence[Inputs]) -> list[list[torch.Tensor]]:
         """What the model gives in float64, for the weights and inputs it has in its own dtype.
 
-        A function has no weights that could be converted: it is given float64, and if it cannot take
-        that, its own results have to do.
+        What cannot work in float64 is its own reference.
         """
         exact = self.model
         if isinstance(exact, torch.nn.Module):
@@ -120,9 +115,7 @@ class Subject:
             try:
                 out = exact(*wide_args, **wide_kwargs)
             except RuntimeError:
-                if isinstance(exact, torch.nn.Module):
-                    raise
-                out = exact(*args, **kwargs)
+                out = self.model(*args, **kwargs)
             return flatten_output(out)[0]
 
         return [results(args, kwargs) for args, kwargs in cases]

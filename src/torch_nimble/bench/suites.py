@@ -40,7 +40,7 @@ BRANCHING = ("inception-v3", "darts", "amoebanet", "nasnet-a-mobile", "nasnet-a-
 """The networks of the paper's table of several streams against one."""
 
 PAPER_STREAMS = {"nasnet-a-mobile": 1.88}
-"""Several streams against one, where the figure is known to us; the largest of the paper's table."""
+"""Several streams against one: the largest of the paper's table."""
 
 PAPER_IDLE = 0.91
 """The largest share of time that the GPU was idle under PyTorch in the paper."""
@@ -103,14 +103,13 @@ def cases_of(
         raise OptionError("--suite training: there is no training step to measure yet")
     if inputs and len(targets) != 1:
         raise OptionError(f"--input is for one target, and {len(targets)} were given")
+    usual = [case for name in suites for case in SUITES[name]]
     asked = [
-        Case(target, dtype, batch, inputs=tuple(inputs), extra=_extra(target, dtype))
-        for target, dtype, batch in itertools.product(targets, dtypes or ("fp32",), batches or (1,))
-    ]
-    usual = itertools.chain.from_iterable(SUITES[name] for name in suites)
-    asked += [
         case
         for case in usual
         if (not dtypes or case.dtype in dtypes) and (not batches or case.batch in batches)
     ]
+    known = {(case.target, case.dtype, case.batch) for case in asked if not case.load}
+    named = itertools.product(targets, dtypes or ("fp32",), batches or (1,))
+    asked += [Case(*one, inputs=tuple(inputs)) for one in named if inputs or one not in known]
     return list(dict.fromkeys(asked))

@@ -24,34 +24,41 @@ from torch_nimble.bench.record import SYSTEMS
 from torch_nimble.bench.subject import Call, Inputs, Subject
 from torch_nimble.errors import MissingDependencyError
 from torch_nimble.execute.measure import race
-from torch_nimble.tree import flatten_inputs, flatten_output, unflatten_output
+from torch_nimble.tree import flatten_inputs, flatten_output, unflatten_inputs, unflatten_output
 
-Progress = Callable[[str], None]
-Make = Callable[[Subject, Inputs, Progress], Call]
+Make = Callable[[Subject, Inputs], Call]
 
 
 @dataclass(frozen=True)
 class System:
-    """One way to run a model. `make` is told what our engine is doing, for those who wait for it."""
+    """One way to run a model."""
 
     make: Make
     devices: tuple[str, ...] = ("cuda",)
-    many_signatures: bool = True
+    serves_many_sizes: bool = True
     """Whether one call serves inputs of several sizes."""
+    compiles: bool = False
+    """Whether it keeps what it compiled on disk."""
     preparing: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     """Settings under which it is prepared."""
 
 
-def _eager(subject: Subject, sample: Inputs, progress: Progress) -> Call:
+def _eager(subject: Subject, sample: Inputs) -> Call:
+    """In inference mode, which is the least work; on a CPU with the threads that make it fastest."""
     model: Call = subject.model
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.inference_mode():
+            return model(*args, **kwargs)
+
     if subject.part.device == "cuda":
-        return model
+        return call
     every = torch.get_num_threads()
 
     def with_threads(count: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         torch.set_num_threads(count)
         try:
-            return model(*args, **kwargs)
+            return call(*args, **kwargs)
         finally:
             torch.set_num_threads(every)
 
@@ -60,35 +67,45 @@ def _eager(subject: Subject, sample: Inputs, progress: Progress) -> Call:
 
     timings = race({str(count): trial(count) for count in range(1, every + 1)}, rounds=7)
     best = int(min(timings, key=lambda count: timings[count].median_us))
-    return lambda *args, **kwargs: with_threads(best, args, kwargs)
+    return call if best == every else lambda *args, **kwargs: with_threads(best, args, kwargs)
 
 
-def capture(model: Call, sample: Inputs) -> tuple[torch.cuda.CUDAGraph, Call]:
-    """A model on one stream in one CUDA graph, and the call that copies in, replays and hands out."""
-    args = tuple(tensor.clone() for tensor in sample[0])
-    kwargs = {name: tensor.clone() for name, tensor in sample[1].items()}
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            model(*args, **kwargs)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        static, structure = flatten_output(model(*args, **kwargs))
-    places = (*args, *kwargs.values())
+class Captured:
+    """A model on one stream in one CUDA graph: a call copies in, replays and hands out."""
 
-    def call(*args: torch.Tensor, **kwargs: torch.Tensor) -> Any:
-        for place, value in zip(places, (*args, *kwargs.values()), strict=True):
+    def __init__(self, model: Call, sample: Inputs) -> None:
+        tensors, structure = flatten_inputs(*sample)
+        self._places = [tensor.clone() for tensor in tensors]
+        args, kwargs = unflatten_inputs(structure, self._places)
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                model(*args, **kwargs)
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self._static, self._results = flatten_output(model(*args, **kwargs))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tensors, _ = flatten_inputs(args, kwargs)
+        for place, value in zip(self._places, tensors, strict=True):
             place.copy_(value)
-        graph.replay()
-        return unflatten_output(structure, [tensor.clone() for tensor in static])
-
-    return graph, call
+        self.graph.replay()
+        return unflatten_output(self._results, [tensor.clone() for tensor in self._static])
 
 
-def _cudagraph(subject: Subject, sample: Inputs, progress: Progress) -> Call:
-    return capture(subject.model, sample)[1]
+def graph_of(name: str, call: Any) -> torch.cuda.CUDAGraph | None:
+    """The graph that a system's calls replay, where it is known."""
+    if isinstance(call, Captured):
+        return call.graph
+    executable = call._latest().choice.executable if name.startswith("nimble") else None
+    bindings = list(getattr(executable, "_bindings", {}).values())
+    return bindings[0].graph if bindings else None
+
+
+def _cudagraph(subject: Subject, sample: Inputs) -> Call:
+    return Captured(subject.model, sample)
 
 
 @contextlib.contextmanager
@@ -101,7 +118,7 @@ def _frozen_weights() -> Iterator[None]:
 def _compiled(mode: str) -> Make:
     """torch.compile in a mode; results in memory of its CUDA graphs are copied for the caller."""
 
-    def make(subject: Subject, sample: Inputs, progress: Progress) -> Call:
+    def make(subject: Subject, sample: Inputs) -> Call:
         inner: Call = torch.compile(subject.model, mode=mode)
         in_graphs = mode != "default" and subject.part.device == "cuda"
 
@@ -116,6 +133,12 @@ def _compiled(mode: str) -> Make:
     return make
 
 
+def compilations() -> int:
+    """How many graphs torch.compile has made in this process."""
+    counters = importlib.import_module("torch._dynamo.utils").counters
+    return int(counters["stats"]["unique_graphs"])
+
+
 def owned(out: Any) -> Any:
     """The result with tensors of its own; a dict, which is new at each call, is filled in place."""
     if isinstance(out, torch.Tensor):
@@ -127,14 +150,14 @@ def owned(out: Any) -> Any:
     return type(out)(map(owned, out)) if isinstance(out, tuple | list) else out
 
 
-def _xla(subject: Subject, sample: Inputs, progress: Progress) -> Call:
+def _xla(subject: Subject, sample: Inputs) -> Call:
     from torch_nimble.bench.xla import translate
 
     translated: Call = translate(subject.model, *sample)
     return translated
 
 
-def _onnxruntime(subject: Subject, sample: Inputs, progress: Progress) -> Call:
+def _onnxruntime(subject: Subject, sample: Inputs) -> Call:
     """All optimisations and all threads; these sleep after a run, for to spin costs the next system."""
     try:
         onnxruntime = importlib.import_module("onnxruntime")
@@ -162,32 +185,32 @@ def _onnxruntime(subject: Subject, sample: Inputs, progress: Progress) -> Call:
     return call
 
 
-def _nimble(subject: Subject, sample: Inputs, progress: Progress) -> Call:
+def _nimble(subject: Subject, sample: Inputs) -> Call:
     saved = subject.part.plan
     options = {"plan": saved} if saved and Path(saved).exists() else {}
-    return _engine(subject, sample, progress, options)
+    return _engine(subject, sample, options)
 
 
-def _nimble_serial(subject: Subject, sample: Inputs, progress: Progress) -> Call:
-    return _engine(subject, sample, progress, {"planner": schedule.serial})
+def _nimble_serial(subject: Subject, sample: Inputs) -> Call:
+    return _engine(subject, sample, {"planner": schedule.serial})
 
 
-def _engine(subject: Subject, sample: Inputs, progress: Progress, options: dict[str, Any]) -> Call:
+def _engine(subject: Subject, sample: Inputs, options: dict[str, Any]) -> Call:
     args, kwargs = sample
-    made: Call = nimble.compile(subject.model, args=args, kwargs=kwargs, progress=progress, **options)
+    made: Call = nimble.compile(subject.model, args=args, kwargs=kwargs, **options)
     return made
 
 
 _BOTH = ("cuda", "cpu")
 BY_NAME: dict[str, System] = {
     "eager": System(_eager, _BOTH),
-    "cudagraph": System(_cudagraph, many_signatures=False),
-    "compile": System(_compiled("default"), _BOTH, preparing=_frozen_weights),
-    "reduce-overhead": System(_compiled("reduce-overhead"), preparing=_frozen_weights),
-    "max-autotune": System(_compiled("max-autotune"), preparing=_frozen_weights),
-    "xla": System(_xla, _BOTH, many_signatures=False),
-    "onnxruntime": System(_onnxruntime, ("cpu",), many_signatures=False),
-    "nimble-serial": System(_nimble_serial, _BOTH),
-    "nimble": System(_nimble, _BOTH),
+    "cudagraph": System(_cudagraph, serves_many_sizes=False),
+    "compile": System(_compiled("default"), _BOTH, compiles=True, preparing=_frozen_weights),
+    "reduce-overhead": System(_compiled("reduce-overhead"), compiles=True, preparing=_frozen_weights),
+    "max-autotune": System(_compiled("max-autotune"), compiles=True, preparing=_frozen_weights),
+    "xla": System(_xla, _BOTH, serves_many_sizes=False),
+    "onnxruntime": System(_onnxruntime, ("cpu",), serves_many_sizes=False),
+    "nimble-serial": System(_nimble_serial, _BOTH, compiles=True),
+    "nimble": System(_nimble, _BOTH, compiles=True),
 }
 assert tuple(BY_NAME) == SYSTEMS

@@ -1,4 +1,4 @@
-"""The tables of a record as text: Markdown for the documentation, a table for the terminal.
+"""The tables of a record as text: Markdown for the documentation, and for the terminal.
 
 Generated text stands in a document between two comments, `<!-- NAME: begin -->` and
 `<!-- NAME: end -->`, so that it can be made again and a test can tell whether it is current.
@@ -10,54 +10,106 @@ import html
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from torch_nimble.bench import grids
 from torch_nimble.bench.cells import Grid
 from torch_nimble.bench.record import Json
-from torch_nimble.bench.selection import newest, of, on_one_gpu, place_of, quicker_peers, streamed
+from torch_nimble.bench.selection import (
+    batched,
+    called,
+    errors_of,
+    name_of,
+    newest,
+    of,
+    on_one_gpu,
+    place_of,
+    quicker_peers,
+    sound,
+    streamed,
+)
 from torch_nimble.bench.suites import BRANCHING
 from torch_nimble.errors import InputError
 
 _STYLES = {"good": "green", "bad": "red", "ours": "bold"}
+_BY_MEASURE = (
+    ("speed", "p50 of the whole call in µs", grids.headline),
+    ("cost", "Seconds to the first answer, caches cold and warm; peak of reserved memory", grids.costs),
+    ("plan", "A saved plan in a fresh process against one stream", grids.plans),
+    ("call", "The host's part of a call", grids.calls),
+)
+"""What the terminal shows of each measure, and under which title."""
 
 
 def markdown(entries: Iterable[Json], readings: Mapping[str, str]) -> dict[str, str]:
     """Pieces of documentation by name; one that the record has nothing for is not there.
 
-    `gpu table` and `cpu table`: the headline; `gpu streams`: several streams against one; `gpu slower`:
-    every result in which a peer is faster; `gpu failures`: everything that was not measured as asked.
+    `gpu table` and `cpu table`: the headline; `gpu streams`: several streams against one; `gpu idle`:
+    how long the GPU is idle; `gpu batch`: by batch size, and under load; `gpu slower`: every result in
+    which a peer is faster; `gpu agreement`: how far repeated runs are apart; `gpu failures`: everything
+    that was not measured as asked.
     """
-    kept = newest(entries)
+    kept = newest(entries := list(entries))
     gpu = on_one_gpu(kept)
+    repeats = [entry for entry in entries if gpu and place_of(entry) == place_of(gpu[0])]
     speed, cpu = of(gpu, "speed"), [e for e in of(kept, "speed") if place_of(e)[0] == "cpu"]
     plain = of(gpu, "speed", plain=True)
-    branching = streamed(gpu, BRANCHING)
+    branching, sizes = streamed(gpu, BRANCHING), batched(gpu)
     none_slower = "Ours is slower than no other system in any result of this record."
     pieces = {
         "gpu table": _under_conditions(grids.headline(plain), plain),
         "gpu streams": _under_conditions(grids.streams(branching), branching),
+        "gpu idle": _under_conditions(grids.idle(plain), plain),
+        "gpu batch": _under_conditions(grids.batches(sizes), sizes),
         "gpu slower": as_markdown(grids.slower(speed, readings))
         if any(map(quicker_peers, speed))
-        else none_slower * bool(speed),
+        else none_slower * bool(sound(speed)),
+        "gpu agreement": _agreement([*of(repeats, "speed"), *of(repeats, "plan")]),
         "gpu failures": as_markdown(grids.failures(gpu)),
         "cpu table": _under_conditions(grids.headline(cpu), cpu),
     }
     return {name: text for name, text in pieces.items() if text}
 
 
-def terminal(entries: Iterable[Json]) -> Table:
-    """The headline of everything measured, newest lines only."""
-    speed = of(newest(entries), "speed")
-    grid = grids.headline(speed)
-    made = Table(title="p50 of the whole call in µs", title_justify="left", box=None, pad_edge=False)
+def _agreement(entries: Sequence[Json]) -> str:
+    grid = grids.agreement(entries)
+    if not grid.rows:
+        return ""
+    agreed = sum(row[-1].tone == "good" for row in grid.rows)
+    told = f"{agreed} of {len(grid.rows)} results measured more than once are within"
+    return f"{told} {100 * grids.AGREE:.0f} % of each other.\n\n{as_markdown(grid)}"
+
+
+def terminal(entries: Iterable[Json]) -> Group:
+    """A table for each measure that there is anything of, newest lines only, and then the errors."""
+    kept = newest(entries)
+    made = [(title, make(of(kept, measure))) for measure, title, make in _BY_MEASURE]
+    shown = [_titled(title, [_table(grid)]) for title, grid in made if grid.rows]
+    errors = [_told(entry, *error) for entry in kept for error in errors_of(entry)]
+    return Group(*shown, *([_titled("Failed, or ran eagerly", errors)] if errors else []))
+
+
+def _titled(title: str, shown: Iterable[RenderableType]) -> Group:
+    return Group("", Text(title, style="italic"), *shown)
+
+
+def _table(grid: Grid) -> Table:
+    made = Table(box=None, pad_edge=False)
     for place, header in enumerate(grid.header):
         numbers = all(not isinstance(row[place].value, str) for row in grid.rows)
         made.add_column(header, justify="right" if numbers else "left")
     for row in grid.rows:
         made.add_row(*(_styled(escape(cell.text), cell.tone) for cell in row))
     return made
+
+
+def _told(entry: Json, system: str, error: str) -> Text:
+    """What failed, and the last line of why."""
+    last = (error.strip().splitlines() or [""])[-1].strip()
+    return Text(f"{entry['measure']} {name_of(entry)}, {called(system) or 'the process'}: {last}")
 
 
 def _styled(text: str, tone: str) -> str:

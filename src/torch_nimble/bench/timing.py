@@ -13,7 +13,7 @@ import torch
 from torch_nimble.bench.record import Json, percentile
 from torch_nimble.bench.subject import Call, Inputs, Subject
 
-SETTLE = 5
+_SETTLE_AT_LEAST, _SETTLE_US = 5, 20_000
 _ROUND_US, _CALLS_AT_LEAST, _ENQUEUED_AT_MOST = 75_000, 20, 100
 
 
@@ -29,7 +29,9 @@ class Stopwatch:
 
     def take_round(self) -> None:
         """Some calls to settle, then the timed ones, then as many that nobody waits for."""
-        settled = self._calls(SETTLE)
+        settled = self._calls(_SETTLE_AT_LEAST)
+        missing_us = max(0.0, _SETTLE_US - sum(settled))
+        settled += self._calls(math.ceil(missing_us / statistics.median(settled)))
         if not self._count:
             self._count = max(_CALLS_AT_LEAST, math.ceil(_ROUND_US / statistics.median(settled)))
         latencies = self._calls(self._count)
@@ -47,7 +49,7 @@ class Stopwatch:
         return taken
 
     def _enqueued(self, count: int) -> float | None:
-        """Microseconds of device time a call, in a row of calls that nobody waits for."""
+        """Microseconds a call, in a row of calls that nobody waits for."""
         if self._subject.part.device != "cuda":
             return None
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -65,12 +67,12 @@ class Stopwatch:
 
 
 def summary(rounds: Sequence[tuple[Sequence[float], float | None]]) -> Json:
-    """p50 and p99 over the calls of all rounds, the median device time, and every round."""
+    """p50 and p99 over the calls of all rounds, their median interval, and every round."""
     together = [us for latencies, _ in rounds for us in latencies]
     device = [us for _, us in rounds if us is not None]
     middle = statistics.median(device) if device else None
-    each = [{"calls": len(us), **_percentiles(us), "device_us": d} for us, d in rounds]
-    return {**_percentiles(together), "device_us": middle, "rounds": each}
+    each = [{"calls": len(us), **_percentiles(us), "interval_us": d} for us, d in rounds]
+    return {**_percentiles(together), "interval_us": middle, "rounds": each}
 
 
 def _percentiles(values: Sequence[float]) -> Json:

@@ -7,6 +7,7 @@ model in float64, before and after timing, on inputs that no system was prepared
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import json
@@ -14,94 +15,82 @@ import math
 import os
 import statistics
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
 from torch_nimble.bench import gpu
 from torch_nimble.bench.record import Json, plain
 from torch_nimble.bench.subject import Call, Inputs, Part, Subject, error_of
-from torch_nimble.bench.systems import BY_NAME, capture
+from torch_nimble.bench.systems import BY_NAME, Captured, compilations, graph_of
 from torch_nimble.bench.timing import Stopwatch
-from torch_nimble.execute.check import worst_error
+from torch_nimble.errors import NimbleError
+from torch_nimble.execute.check import TOLERANCE, worst_error
 
 _INPUT_SETS = 8
 _ERROR_FACTOR, _ERROR_FLOOR, _DISTANCE = 1.5, 1e-6, 100
-_PEERS = ("reduce-overhead", "compile", "eager", "nimble-serial")
+_PEERS = ("reduce-overhead", "compile", "eager")
 _CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+_TUNED = "*.best_config"
+"""Files in which Inductor notes which version of a kernel was fastest."""
+_TF32_TOLERANCE = 2e-2
 
 Report = Callable[[Json], None]
 
 
-class Turn:
-    """Whose turn it is on the GPU, where several processes prepare at the same time.
+def attempt(notes: Json, act: Callable[..., Any], *args: Any, field: str = "error") -> Any:
+    """The result, or None and the error in the notes: one system's failure is not another's.
 
-    Many may prepare together; whoever measures does so alone. The lock is a file's; without one
-    (a single process) nothing is locked.
+    Unless it has broken the GPU for all: then the process fails.
     """
-
-    def __init__(self, path: str) -> None:
-        self._file = open(path, "a") if path else None  # noqa: SIM115
-
-    def _take(self, how: str) -> None:
-        if self._file is not None:
-            import fcntl  # not everywhere
-
-            fcntl.flock(self._file, fcntl.LOCK_UN)
-            fcntl.flock(self._file, getattr(fcntl, how))
-
-    def together(self) -> None:
-        """Beside others that do the same."""
-        self._take("LOCK_SH")
-
-    def alone(self) -> None:
-        """Beside nobody."""
-        self._take("LOCK_EX")
-
-    def done(self) -> None:
-        """Let the others go on; the file is closed."""
-        if self._file is not None:
-            self._file.close()
-
-    def follow(self, stage: str) -> None:
-        """Our engine measures while it prepares, from this stage on."""
-        if stage == "plan and measure tasks":
-            self.alone()
-
-
-def attempt(notes: Json, act: Callable[..., Any], *args: Any) -> Any:
-    """The result, or None and the error in the notes: one system's failure is not another's."""
     try:
         return act(*args)
     except Exception as error:
-        notes["error"] = f"{type(error).__name__}: {error}"[:2000]
-        return None
+        notes[field] = f"{type(error).__name__}: {error}"[:2000]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as broken:
+            raise RuntimeError(f"the GPU can be used no more after this: {notes[field]}") from broken
+    return None
 
 
-def prepare(subject: Subject, name: str, samples: Sequence[Inputs], turn: Turn) -> tuple[Call, Json]:
-    """A system ready for every sample, with caches of its own; and what that took."""
+@contextlib.contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """The process with these variables."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def prepare(subject: Subject, name: str, samples: Sequence[Inputs]) -> tuple[Call, Json]:
+    """A system ready for every sample; and what that took."""
     part, system = subject.part, BY_NAME[name]
-    turn.together()
-    caches = {variable: str(Path(part.cache, name, tail)) for variable, tail in _CACHES.items()}
-    before = gpu.memory(restart=True)
-    with mock.patch.dict(os.environ, caches), system.preparing():
-        start = time.perf_counter()
-        firsts = samples[:1] if system.many_signatures else samples
-        calls = [system.make(subject, sample, turn.follow) for sample in firsts]
+    caches = {variable: str(Path(part.cache, tail)) for variable, tail in _CACHES.items()}
+    before = gpu.memory(part.device, restart=True)
+    start = time.perf_counter()
+    with environment(caches), system.preparing():
+        firsts = samples[:1] if system.serves_many_sizes else samples
+        calls = [system.make(subject, sample) for sample in firsts]
         after_s = []
         for _ in range(4):  # torch.compile records its graph at the second call
             for call, (args, kwargs) in zip(itertools.cycle(calls), samples, strict=False):
                 call(*args, **kwargs)
                 subject.synchronize()
             after_s.append(time.perf_counter() - start)
-    peak, held = gpu.memory(peak=True), gpu.memory(restart=True)
+    peak = gpu.memory(part.device, peak=True)
+    held = gpu.memory(part.device, restart=True)
     added = {field: held[field] - before[field] for field in held}
     notes: Json = {"memory": {"before": before, "peak": peak, "held": held, "added": added}}
-    if not part.turn:  # it would be the time of all that prepare at once
+    if not part.filled:
         notes |= {"prepare_s": after_s[0], "ready_s": after_s[-1]}
     if name.startswith("nimble"):
         notes["explained"] = explained(calls[0])
@@ -117,6 +106,21 @@ def explained(engine: Any) -> Json:
 # ------------------------------------------------------------ speed
 
 
+def fill(part: Part, report: Report) -> Json:
+    """Let all that compiles fill the caches on disk, beside others that do the same.
+
+    What was found fastest meanwhile is forgotten: that is found out by those who measure, alone.
+    """
+    subject = Subject.load(part)
+    for name in part.systems:
+        if BY_NAME[name].compiles:
+            report({"stage": f"compiling for {name}"})
+            attempt({}, prepare, subject, name, [subject.inputs(0)])
+    for noted in Path(part.cache).rglob(_TUNED):
+        noted.unlink()
+    return {}
+
+
 def speed(part: Part, report: Report) -> Json:
     """All systems prepared one after another, checked, raced, and checked again."""
     subject = Subject.load(part)
@@ -124,36 +128,48 @@ def speed(part: Part, report: Report) -> Json:
     exact = subject.references(cases)
     systems: dict[str, Json] = {name: {} for name in part.systems}
     found: Json = {"inputs": subject.shapes, "systems": systems}
+    if part.device == "cuda":
+        found["floor"] = attempt(found, gpu.floor, subject, field="floor_error")
     calls: dict[str, Call] = {}
-    turn = Turn(part.turn)
     for name, notes in systems.items():
         report({**found, "stage": f"preparing {name}"})
-        made = attempt(notes, prepare, subject, name, [sample], turn)
+        made = attempt(notes, prepare, subject, name, [sample])
         if made is not None:
             calls[name] = made[0]
             notes.update(made[1])
-    report({**found, "stage": "waiting for its turn"})
-    turn.alone()
     report({**found, "stage": "measuring"})
-    with gpu.loaded(part.case.load):
-        for stage, case in enumerate(cases):
+    eager: list[float] = []
+    with gpu.loaded(part.case.load) as load:
+        for stage, (case, reference) in enumerate(zip(cases, exact, strict=True)):
+            eager.append(error_of(subject.model, case, reference))
             for name, notes in alive(systems).items():
-                error = attempt(notes, error_of, calls[name], case, exact[stage])
+                error = attempt(notes, error_of, calls[name], case, reference)
                 notes.setdefault("errors", []).append(error)
             if stage == 0:
                 race(subject, calls, systems)
+    found |= {"loaded": load} if part.case.load else {}
     errors = {name: notes["errors"] for name, notes in alive(systems).items()}
-    for name in errors:
-        systems[name]["relative_error"] = max(errors[name])
-    found["check"] = verdict(errors, worst_error(exact[1], exact[0]))
-    if part.device == "cuda":
+    allowed = _allowed(part.case.dtype)
+    for name, each in errors.items():
+        systems[name] |= {"relative_error": max(each), "right": all(e <= allowed for e in each)}
+    found["check"] = verdict({"eager": eager, **errors}, worst_error(exact[1], exact[0]), allowed)
+    found["check"]["reference"] = ", ".join(sorted({str(t.dtype) for t in exact[0]}))
+    if part.device == "cuda" and not part.case.load:
+        report({**found, "stage": "looking closer"})
         look_closer(subject, calls, systems)
-        found["floor"] = attempt({}, gpu.floor, subject)
-    turn.done()
     for name, call in calls.items():
         if hasattr(call, "close"):
-            attempt(systems[name], call.close)
+            attempt(systems[name], call.close, field="closing_error")
     return found
+
+
+def _allowed(dtype: str) -> float:
+    """The largest error that any system may show; float32 may be rounded to TF32."""
+    return {
+        "fp32": _TF32_TOLERANCE,
+        "fp16": TOLERANCE[torch.float16],
+        "bf16": TOLERANCE[torch.bfloat16],
+    }[dtype]
 
 
 def alive(systems: Mapping[str, Json]) -> dict[str, Json]:
@@ -162,15 +178,25 @@ def alive(systems: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def race(subject: Subject, calls: Mapping[str, Call], systems: Mapping[str, Json]) -> None:
-    """Time all calls in interleaved rounds; one that fails drops out with its error in its notes."""
+    """Time all calls in interleaved rounds; one that fails drops out with its error in its notes.
+
+    Each round begins with another system, so that none always follows the same one. A system that
+    compiles while it is timed has failed: it was not ready.
+    """
     supply = [subject.inputs(1 + i) for i in range(_INPUT_SETS)]
     watches = {name: Stopwatch(subject, calls[name], supply) for name in alive(systems)}
+    names = list(watches)
     gc.collect()
     gc.disable()
     try:
-        for _, (name, watch) in itertools.product(range(subject.part.rounds), watches.items()):
-            if "error" not in systems[name]:
-                attempt(systems[name], watch.take_round)
+        for number in range(subject.part.rounds):
+            first = number % max(1, len(names))
+            for name in [*names[first:], *names[:first]]:
+                before = compilations()
+                if "error" not in systems[name]:
+                    attempt(systems[name], watches[name].take_round)
+                if compilations() != before:
+                    systems[name].setdefault("error", "RuntimeError: it compiled while it was timed")
     finally:
         gc.enable()
     for name, notes in alive(systems).items():
@@ -178,33 +204,38 @@ def race(subject: Subject, calls: Mapping[str, Call], systems: Mapping[str, Json
 
 
 def look_closer(subject: Subject, calls: Mapping[str, Call], systems: Mapping[str, Json]) -> None:
-    """Energy and idle time, after all that is timed: once started, a profiler slows calls down."""
+    """Replays, energy and idle time, after all that is timed: a profiler slows what comes after it."""
     supply = [subject.inputs(1 + i) for i in range(_INPUT_SETS)]
     for name, notes in alive(systems).items():
-        notes["energy_mj"] = attempt({}, gpu.energy_mj, subject, calls[name], supply)
+        graph = graph_of(name, calls[name])
+        if graph is not None:
+            notes["replay_us"] = gpu.replay_us(graph)
+        energy = attempt(notes, gpu.energy_mj, subject, calls[name], supply, field="energy_error")
+        notes["energy_mj"] = energy
     for name, notes in alive(systems).items():
-        notes.update(attempt({}, gpu.busy, calls[name], supply) or {})
-        if notes.get("busy_us"):
-            notes["idle"] = max(0.0, 1 - notes["busy_us"] / notes["p50_us"])
+        notes.update(attempt(notes, gpu.busy, calls[name], supply, field="busy_error") or {})
+        if "busy_us" in notes:
+            idle = 1 - notes["busy_us"] / notes["p50_us"]
+            notes["idle"] = idle if idle >= 0 else None
 
 
-def verdict(errors: Mapping[str, Sequence[float]], distance: float) -> Json:
+def verdict(errors: Mapping[str, Sequence[float]], distance: float, allowed: float) -> Json:
     """Is our error within 1.5 times torch.compile's (or eager's, without it) on each input?
 
-    And can the check fail: another input's reference must be a hundred times the tolerance away.
+    Nor may it be more than what the dtype allows, whatever a peer shows. And can the check fail: another
+    input's reference must be a hundred times the tolerance away.
     """
-    peer = next((name for name in _PEERS if name in errors), None)
-    if peer is None or "nimble" not in errors:
-        return {"against": peer, "accepted": False, "other_input_differs_by": distance}
-    limits = [max(_ERROR_FACTOR * error, _ERROR_FLOOR) for error in errors[peer]]
-    pairs = zip(errors["nimble"], limits, strict=True)
+    peer = next(name for name in _PEERS if name in errors)
+    limits = [max(min(_ERROR_FACTOR * error, allowed), _ERROR_FLOOR) for error in errors[peer]]
+    ours = errors.get("nimble", [math.inf] * len(limits))
+    tolerance = max(limits)
     return {
         "against": peer,
-        "tolerance": max(limits),
-        "accepted": all(error <= limit < math.inf for error, limit in pairs),
+        "tolerance": tolerance,
+        "accepted": all(error <= limit for error, limit in zip(ours, limits, strict=True)),
         "other_input_differs_by": distance,
-        "distance_over_tolerance": distance / max(limits),
-        "check_can_fail": distance >= _DISTANCE * max(limits),
+        "distance_over_tolerance": distance / tolerance,
+        "check_can_fail": distance >= _DISTANCE * tolerance,
     }
 
 
@@ -218,7 +249,7 @@ def cost(part: Part, report: Report) -> Json:
     batches = range(part.case.batch, part.case.batch + part.signatures)
     samples = [subject.inputs(0, batch) for batch in batches]
     report({"stage": f"preparing {name}"})
-    call, notes = prepare(subject, name, samples, Turn(""))
+    call, notes = prepare(subject, name, samples)
     if part.plan:
         call.plan.save(part.plan)  # type: ignore[attr-defined]
     return notes
@@ -232,11 +263,11 @@ def call_path(part: Part, report: Report) -> Json:
     subject = Subject.load(part)
     sample, (args, kwargs) = subject.inputs(0), subject.inputs(1)
     report({"stage": "preparing nimble"})
-    engine: Any = prepare(subject, "nimble", [sample], Turn(""))[0]
+    engine: Any = prepare(subject, "nimble", [sample])[0]
     acts: dict[str, Callable[[], Any]] = {"nimble": lambda: engine(*args, **kwargs)}
     launched: list[float] = []
     if part.device == "cuda":
-        captured = capture(subject.model, sample)[1]
+        captured = Captured(subject.model, sample)
         acts["replay"] = note_launches(engine, launched)
         acts["cudagraph"] = lambda: captured(*args, **kwargs)
     taken: dict[str, list[float]] = {name: [] for name in [*acts, *(["launched"] if launched else [])]}
@@ -255,20 +286,23 @@ def call_path(part: Part, report: Report) -> Json:
 
 def note_launches(engine: Any, launched: list[float]) -> Callable[[], None]:
     """The bare replay of an engine's graph; from now on its calls note when they have launched it."""
-    (binding,) = engine._latest().choice.executable._bindings.values()
-    launch = binding.replay
+    bindings = list(engine._latest().choice.executable._bindings.values())
+    if len(bindings) != 1:
+        raise NimbleError(f"the engine has {len(bindings)} graphs; this is for models with one")
+    launch = bindings[0].replay
 
     def noted() -> None:
         launch()
         launched.append(time.perf_counter())
 
-    binding.replay = noted
+    bindings[0].replay = noted
     noted()
-    replay: Callable[[], None] = binding.graph.replay
+    replay: Callable[[], None] = bindings[0].graph.replay
     return replay
 
 
 _WORK: dict[str, Callable[[Part, Report], Json]] = {
+    "fill": fill,
     "speed": speed,
     "plan": speed,
     "cost": cost,
@@ -288,8 +322,16 @@ def work(part: Part, report: Report = lambda found: None) -> Json:
         matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark = before
 
 
+def _end_with(parent: int) -> None:
+    """Whoever waited for this process is gone: nobody will read what it finds, and it must not go on."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
 def main() -> None:
     """The part is the first argument, as JSON; what is found goes to the file named by the second."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     part, out = Part.from_dict(json.loads(sys.argv[1])), Path(sys.argv[2])
 
     def report(found: Json) -> None:
@@ -298,7 +340,10 @@ def main() -> None:
         draft.write_text(json.dumps(plain(found), allow_nan=False), encoding="utf-8")
         draft.replace(out)
 
-    report(work(part, report))
+    try:
+        report(work(part, report))
+    except NimbleError as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":
