@@ -127,13 +127,20 @@ def _moved_alike(
     share: float,
 ) -> bool:
     """Whether all moved from where they were as eager's did, but for a share of it and for rounding."""
-    moves = [b.double() - a.double() for a, b in zip(before, wanted, strict=True)]
-    misses = [b.double() - a.double() for a, b in zip(found, wanted, strict=True)]
+    if not all(torch.equal(a.isfinite(), b.isfinite()) for a, b in zip(found, wanted, strict=True)):
+        return False
+    before, found, ends = (list(map(_wide, tensors)) for tensors in (before, found, wanted))
+    moves = [b - a for a, b in zip(before, ends, strict=True)]
+    misses = [b - a for a, b in zip(found, ends, strict=True)]
     moved, missed, size = (
-        math.hypot(*(torch.linalg.vector_norm(t).item() for t in tensors))
-        for tensors in (moves, misses, [b.double() for b in wanted])
+        math.hypot(*(torch.linalg.vector_norm(t.nan_to_num(0.0, 0.0, 0.0)).item() for t in tensors))
+        for tensors in (moves, misses, ends)
     )
     return missed <= share * moved + _ROUNDINGS * torch.finfo(wanted[0].dtype).eps * size
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
 
 
 def _in_layout(tensor: torch.Tensor, strides: tuple[int, ...], *, copy: bool) -> torch.Tensor:

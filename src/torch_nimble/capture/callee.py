@@ -143,7 +143,7 @@ def _reachable(target: Any, seen: frozenset[int] = frozenset()) -> Iterator[tupl
     if not inspect.isfunction(target):
         return
     function = inspect.unwrap(target)
-    if id(function) in seen or function.__module__.split(".")[0] == "torch":
+    if id(function) in seen or (function.__module__ or "").split(".")[0] == "torch":
         return
     seen |= {id(function)}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):

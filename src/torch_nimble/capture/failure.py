@@ -27,6 +27,10 @@ _DYNAMIC = (
     "it makes a Python number or a shape from the values of a tensor, which a static plan cannot. "
     "Keep the value in a tensor, or compile the parts of the model before and after that line"
 )
+_FOREIGN = (
+    "it uses a tensor that is neither in the model nor in the batch, and whose changes a plan could not "
+    "see. Pass it with the batch, or give it to the model with register_buffer or as a parameter"
+)
 
 
 def explain_failure(callee: Callee, reason: BaseException) -> CaptureError:
@@ -34,6 +38,8 @@ def explain_failure(callee: Callee, reason: BaseException) -> CaptureError:
     line = _user_line(reason) or callee.location
     if "DataDependent" in type(reason).__name__ or "data-dependent" in str(reason):
         return CaptureError(f"cannot capture {callee.name}: at {line}: {_BRANCH}")
+    if "convert all Tensors to FakeTensors" in str(reason):
+        return CaptureError(f"cannot capture {callee.name}: at {line}: {_FOREIGN}")
     said = next((text for text in str(reason).splitlines() if text.strip()), "")
     said = said.strip().rstrip(".")
     return CaptureError(

@@ -39,13 +39,26 @@ def trace(function: Function, examples: Sequence[torch.Tensor]) -> fx.GraphModul
     return made
 
 
-def replaced(
-    module: nn.Module, tensors: Mapping[str, torch.Tensor]
-) -> contextlib.AbstractContextManager[Any]:
-    """The module with these tensors in place of its own, wherever they are tied."""
-    from torch.nn.utils.stateless import _reparametrize_module
+@contextlib.contextmanager
+def replaced(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """The model with these tensors in place of its own, wherever they are tied.
 
-    return _reparametrize_module(module, dict(tensors), tie_weights=True)
+    torch.func.functional_call leaves them there if a module has two names.
+    """
+    tables = [t for module in model.modules() for t in (module._parameters, module._buffers) if t]
+    before: list[dict[str, Any]] = [dict(table) for table in tables]
+    new: dict[int, Any] = {}
+    for name, tensor in tensors.items():
+        path, _, key = name.rpartition(".")
+        new[id(getattr(model.get_submodule(path), key))] = tensor
+    try:
+        for table in tables:
+            table.update({key: new[id(old)] for key, old in table.items() if id(old) in new})
+        yield
+    finally:
+        for table, old in zip(tables, before, strict=True):
+            table.clear()
+            table.update(old)
 
 
 @contextlib.contextmanager
@@ -62,17 +75,42 @@ def noticing_checkpoints() -> Iterator[list[str]]:
 
         return mock.patch.object(checkpointing, name, call)
 
-    class Noted(checkpointing.CheckpointFunction):
-        @classmethod
-        def apply(cls, *args: Any, **kwargs: Any) -> Any:
-            used.append("CheckpointFunction")
-            return super().apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+    class NotReentrant:
+        """The reentrant kind wants backward(); it records nothing unless an argument asks for it."""
+
+        @staticmethod
+        def apply(function: Any, preserve: bool, *args: Any) -> Any:
+            wanted = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+            with torch.set_grad_enabled(wanted and torch.is_grad_enabled()):
+                return checkpointing.checkpoint(
+                    function, *args, use_reentrant=False, preserve_rng_state=preserve
+                )
 
     with (
         noted("_checkpoint_without_reentrant_generator"),
-        mock.patch.object(checkpointing, "CheckpointFunction", Noted),
+        mock.patch.object(checkpointing, "CheckpointFunction", NotReentrant),
     ):
         yield used
+
+
+@contextlib.contextmanager
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Attributes of its modules afterwards as they were: code that is traced may leave fakes there."""
+    before = [(vars(module), dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for table, old in before:
+            for name in [name for name in table if name not in old]:
+                del table[name]
+            for name, value in old.items():
+                if table.get(name) is not value:
+                    table[name] = value
+
+
+def batch_target(index: int) -> str:
+    """What a tensor of the batch is called among the targets that a graph writes."""
+    return f"batch.{index}"
 
 
 def as_captured(
@@ -88,14 +126,16 @@ def as_captured(
     graph, targets = module.graph, list(sources)
     _without_detach(graph)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    batch = placeholders[len(targets) :]
     by_target = dict(zip(targets, placeholders, strict=False))
+    places = by_target | {batch_target(i): node for i, node in enumerate(batch)}
     output = graph.output_node()
     values = list(output.args[0])  # type: ignore[arg-type]
     results, news = values[: len(values) - len(written)], values[len(values) - len(written) :]
     mutated = []
     with graph.inserting_before(output):
         for target, value in zip(written, news, strict=True):
-            place = by_target[target]
+            place = places[target]
             if value is not place:
                 node = graph.call_function(_aten.copy_.default, (place, value))
                 node.meta.update(val=place.meta["val"])
@@ -108,7 +148,7 @@ def as_captured(
     return Captured(
         graph=graph,
         owner=module,
-        inputs=tuple(node.name for node in placeholders[len(targets) :]),
+        inputs=tuple(node.name for node in batch),
         constants={node.name: sources[t] for t, node in by_target.items()} | _literals(module),
         mutated=frozenset(mutated),
         output_structure=structure,

@@ -67,7 +67,7 @@ def joined_error(results: Sequence[torch.Tensor], references: Sequence[torch.Ten
     errors = [relative_error(a, b) for a, b in zip(results, references, strict=True)]
     if len(errors) == 1 or not all(math.isfinite(error) for error in errors):
         return max(errors)
-    sizes = [torch.linalg.vector_norm(b.double()).item() for b in references]
+    sizes = [torch.linalg.vector_norm(b.double()[b.isfinite()]).item() for b in references]
     # An error is that of its own tensor, and where that is zero, the difference itself.
     far = [error * (size or 1.0) for error, size in zip(errors, sizes, strict=True)]
     size = math.hypot(*sizes)

@@ -19,14 +19,28 @@ from torch import nn
 
 from torch_nimble.capture import MODEL_LOCK, AutocastState, Callee, Captured
 from torch_nimble.capture.failure import explain_failure
-from torch_nimble.capture.isolation import refusing_frozen_draws
-from torch_nimble.capture.traced import as_captured, noticing_checkpoints, replaced, trace
+from torch_nimble.capture.isolation import Assignments, refusing_frozen_draws
+from torch_nimble.capture.traced import (
+    as_captured,
+    attributes_kept,
+    batch_target,
+    noticing_checkpoints,
+    replaced,
+    trace,
+)
 from torch_nimble.errors import CaptureError, InputError
 from torch_nimble.lower.observe import draws_random
 from torch_nimble.training.rules import Rule
 from torch_nimble.training.scaling import Scaling
-from torch_nimble.training.state import StepState
-from torch_nimble.tree import Node, Structure, flatten_output, unflatten_inputs
+from torch_nimble.training.state import CountsApartError, StepState
+from torch_nimble.tree import (
+    Node,
+    Structure,
+    flatten_output,
+    input_paths,
+    unflatten_inputs,
+    unflatten_output,
+)
 
 LossFunction = Callable[..., Any]
 Phase = Literal["", "first batch", "further batch", "last batch"]
@@ -69,8 +83,9 @@ class Step:
         return loss, tuple(rest)
 
     def results(self, loss: torch.Tensor, rest: tuple[Any, ...]) -> Any:
-        """What the caller gets."""
-        return (loss.detach(), *rest) if rest else loss.detach()
+        """What the caller gets, none of it with a graph."""
+        tensors, structure = flatten_output((loss, *rest) if rest else loss)
+        return unflatten_output(structure, [tensor.detach() for tensor in tensors])
 
     def weighed(self, loss: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
         """The loss as it is differentiated: its share of the step's batches, scaled."""
@@ -86,13 +101,18 @@ class StepCallee(Callee):
         super().__init__(functools.partial(loss_fn, model))
         self.modules = {"model": model}
         self.name = f"the training step of {type(model).__name__}"
+        self._loss_fn = Callee(loss_fn)
+
+    @property
+    def location(self) -> str:
+        """File and line of the loss function."""
+        return self._loss_fn.location
 
 
 class StepAdapter:
     """A step, or a part of one, for one signature of its batch."""
 
     trains = True
-    assigned: Sequence[str] = ()
 
     def __init__(
         self,
@@ -108,6 +128,7 @@ class StepAdapter:
         self._autocast = autocast
         self._phase = phase
         self.output_structure: Structure
+        self.assigned: Sequence[str] = ()
         self.updated: frozenset[str] = frozenset()
         """The parameters that get a gradient."""
 
@@ -127,17 +148,26 @@ class StepAdapter:
         written: list[str] = []
 
         def function(*values: torch.Tensor) -> list[torch.Tensor]:
-            given = dict(zip(targets, values, strict=False))
-            results, new = self._functional(given, values[len(targets) :])
+            given, batch = dict(zip(targets, values, strict=False)), values[len(targets) :]
+            results, new = self._functional(given, batch)
+            new |= {batch_target(i): value for i, value in enumerate(batch)}
             written[:] = new
             return [*results, *new.values()]
 
         try:
-            with MODEL_LOCK, refusing_frozen_draws(self.callee), noticing_checkpoints() as checkpoints:
+            with (
+                MODEL_LOCK,
+                refusing_frozen_draws(self.callee),
+                attributes_kept(self._step.model),
+                noticing_checkpoints() as checkpoints,
+            ):
                 module = trace(function, [*state, *tensors])
-        except (CaptureError, InputError):
+        except (CaptureError, InputError, CountsApartError):
             raise
         except Exception as reason:
+            for path, tensor in zip(input_paths(self._structure), tensors, strict=True):
+                if tensor.numel() == 0:
+                    raise InputError(f"{path} has no elements; leave an empty batch out") from reason
             raise explain_failure(self.callee, reason) from reason
         if checkpoints and any(draws_random(n.target, n.args, n.kwargs) for n in module.graph.nodes):
             raise CaptureError(
@@ -157,17 +187,18 @@ class StepAdapter:
         buffers = {name: value for name, value in own.items() if name not in leaves}
         before = self._to_put_back(state)
         args, kwargs = unflatten_inputs(self._structure, batch)
-        with (
-            torch.enable_grad(),
-            replaced(step.model, {**buffers, **leaves}),
-            AutocastState.entered(self._autocast),
-        ):
-            loss, rest = step.losses(args, kwargs)
-            weighed = step.weighed(loss, state.get("scaler._scale"))
-        found = torch.autograd.grad(weighed, list(leaves.values()), allow_unused=True)
+        with torch.enable_grad(), replaced(step.model, {**buffers, **leaves}):
+            assignments = Assignments(self.callee)
+            with AutocastState.entered(self._autocast):
+                loss, rest = step.losses(args, kwargs)
+                weighed = step.weighed(loss, state.get("scaler._scale"))
+            results, self.output_structure = flatten_output(step.results(loss, rest))
+            with torch.no_grad():
+                results, _ = assignments.settle(results)
+            # Activation checkpointing computes with the weights again in here.
+            found = torch.autograd.grad(weighed, list(leaves.values()), allow_unused=True)
         gradients = {n: g for n, g in zip(leaves, found, strict=True) if g is not None}
         self.updated = frozenset(gradients)
-        results, self.output_structure = flatten_output(step.results(loss, rest))
         new = {f"model.{name}": value for name, value in buffers.items()}
         with torch.no_grad():
             if self._phase not in ("", "first batch"):
@@ -175,6 +206,7 @@ class StepAdapter:
             if not self.updates:
                 new |= {f"sum.{name}": gradient for name, gradient in gradients.items()}
             else:
+                step.state.refuse_splitting(self.updated)
                 new |= self._updates(state, own, gradients)
                 new |= {t: torch.where(new["signal.skipped"], v, new[t]) for t, v in before.items()}
         return [result.detach() for result in results], new
@@ -216,11 +248,13 @@ class StepAdapter:
     ) -> dict[str, torch.Tensor]:
         """What the optimizer does."""
         step, new, numbers = self._step, dict[str, torch.Tensor](), list[dict[str, torch.Tensor]]()
-        for index in range(len(step.optimizer.param_groups)):
-            now = dict(_under(f"group.{index}", state))
-            if rule.counts_steps:
-                new[f"group.{index}.step"] = now["step"] + 1
-                now |= rule.once(now, new[f"group.{index}.step"])
+        used = {member.counter for member in step.state.members if member.name in gradients}
+        for index, group in enumerate(step.state.counters):
+            now = dict(_under(f"group.{group}", state))
+            if rule.counts_steps and index in used:
+                counter = f"counter.{index}"
+                new[counter] = state[counter] + 1
+                now |= rule.once(now, new[counter])
             numbers.append(now)
         for member in step.state.members:
             if member.name in gradients:
@@ -228,7 +262,7 @@ class StepAdapter:
                     own[member.name],
                     gradients[member.name],
                     _under(f"optimizer.{member.name}", state),
-                    numbers[member.group],
+                    numbers[member.counter],
                     step.state.group(member),
                 )
                 new[f"model.{member.name}"] = updated
@@ -261,11 +295,15 @@ class StepAdapter:
         for parameter in trained.values():
             parameter.requires_grad_()
         before = self._to_put_back(after)
-        optimizer = self._optimizer_over(own)
+        optimizer = step.optimizer if step.rule is None else self._optimizer_over(own)
         args, kwargs = unflatten_inputs(self._structure, list(tensors))
-        with torch.enable_grad():
-            with replaced(step.model, own), AutocastState.entered(self._autocast):
+        with torch.enable_grad(), replaced(step.model, own):
+            assignments = Assignments(self.callee)
+            with AutocastState.entered(self._autocast):
                 loss, rest = step.losses(args, kwargs)
+            results, _ = flatten_output(step.results(loss, rest))
+            with torch.no_grad():
+                results, self.assigned = assignments.settle(results)
             step.weighed(loss, after.get("scaler._scale")).backward()  # type: ignore[no-untyped-call]
         if self._phase not in ("", "first batch"):
             for name, parameter in trained.items():
@@ -276,15 +314,14 @@ class StepAdapter:
             after |= before if before and after["signal.skipped"] else {}
         else:
             after |= {f"sum.{n}": p.grad for n, p in trained.items() if p.grad is not None}
-        for member in step.state.members:
+        for member in step.state.members if step.rule is not None else ():
             kept = optimizer.state[own[member.name]]
             prefix = f"optimizer.{member.name}."
             after |= {
                 prefix + kind: v for kind, v in kept.items() if prefix + kind in after and v is not None
             }
-            if "step" in kept:
-                after[f"group.{member.group}.step"] = torch.as_tensor(kept["step"]).double()
-        results, _ = flatten_output(step.results(loss, rest))
+            if step.rule is not None and step.rule.counts_steps and "step" in kept:
+                after[f"counter.{member.counter}"] = torch.as_tensor(kept["step"]).double()
         return tuple(results), {target: value.detach() for target, value in after.items()}
 
     def _optimizer_over(self, own: Tensors) -> torch.optim.Optimizer:
@@ -296,7 +333,10 @@ class StepAdapter:
             for group in step.optimizer.param_groups
         ]
         made = type(step.optimizer)(groups)  # type: ignore[call-arg]
-        made.load_state_dict(copy.deepcopy(step.optimizer.state_dict()))
+        for parameter, name in names.items():
+            known = step.optimizer.state.get(parameter)
+            if known:  # load_state_dict would make it the parameter's dtype
+                made.state[own[name]] = copy.deepcopy(known)
         return made
 
 

@@ -21,6 +21,8 @@ Group = Mapping[str, Any]
 class Rule(ABC):
     """One kind of optimizer."""
 
+    real_only = False
+    """Whether its formula is another one for complex parameters."""
     counts_steps = False
     """Whether its formula has the number of the step in it."""
     slack = 0.0
@@ -71,14 +73,19 @@ class Sgd(Rule):
             gradient = gradient + parameter * now["weight_decay"]
         if group["momentum"] == 0:
             return parameter - gradient * now["lr"], {}
-        momentum = state["momentum_buffer"] * now["momentum"] + gradient
-        direction = gradient + momentum * now["momentum"] if group["nesterov"] else momentum
+        buffer = state["momentum_buffer"]
+        # It keeps its dtype, even where the model was made another one.
+        momentum = (buffer * now["momentum"] + gradient).to(buffer.dtype)
+        direction = momentum.to(parameter.dtype)
+        if group["nesterov"]:
+            direction = gradient + direction * now["momentum"]
         return parameter - direction * now["lr"], {"momentum_buffer": momentum}
 
 
 class Adam(Rule):
     """Adam, and AdamW where weight decay is decoupled; with amsgrad."""
 
+    real_only = True
     counts_steps = True
     # A gradient that is nothing but rounding (that of a bias before batch norm) moves its parameter as
     # far as any other, whichever way it points.
@@ -148,6 +155,8 @@ def rule_of(optimizer: torch.optim.Optimizer) -> tuple[Rule | None, str]:
             return None, "differentiable=True asks for gradients of the update itself"
         if group.get("dampening"):
             return None, f"dampening={group['dampening']} makes the first step another than the rest"
+        if rule.real_only and any(parameter.is_complex() for parameter in group["params"]):
+            return None, f"{kind.__name__} has another formula for complex parameters"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return None, "hooks on its step have to be called"
     return rule, ""

@@ -8,7 +8,7 @@ Gradients are kept only where somebody wants them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,10 +35,26 @@ class Member:
     name: str
     parameter: nn.Parameter
     group: int
+    counter: int
+    """Parameters with the same counter are of one group and have made the same steps."""
+    table: dict[str, Any]
+    key: str
+    """Where the model has it."""
+
+
+class CountsApartError(Exception):
+    """A step updates some parameters of a counter and not the others: they need one each."""
+
+    def __init__(self, parts: Mapping[str, Hashable]) -> None:
+        super().__init__(parts)
+        self.parts = parts
 
 
 class StepState:
-    """All state by target: model.NAME, optimizer.NAME.KIND, group.INDEX.NUMBER, gradient.NAME."""
+    """All state by target: model.NAME, optimizer.NAME.KIND, group.INDEX.NUMBER, gradient.NAME, ….
+
+    What was told apart by `parts` (a mark for each parameter) has step counters of its own.
+    """
 
     def __init__(
         self,
@@ -50,23 +66,34 @@ class StepState:
         accumulates: bool = False,
         signals: Sequence[str] = (),
         scaling: Scaling | None = None,
+        parts: Mapping[str, Hashable] | None = None,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
         self._rule = rule
-        self.members = tuple(_members(model, optimizer))
+        self.members = tuple(_members(model, optimizer, parts or {}))
+        self.counters = tuple({m.counter: m.group for m in self.members}.values())
+        """The group of each."""
         self._device = next((m.parameter.device for m in self.members), torch.device("cpu"))
         self._kept: dict[str, Table] = {}
         self._numbers: list[Table] = []
         self._last: list[dict[str, Any]] = []
+        self._counts: Table = {}
+        self._published: set[str] = set()
+        self._seen: dict[str, tuple[Any, int]] = {}
         if rule is not None:
             for member in self.members:
+                known = optimizer.state.get(member.parameter) or {}
                 kinds = rule.state(self.group(member))
-                self._kept[member.name] = {kind: _zeros_like(member.parameter) for kind in kinds}
+                self._kept[member.name] = {
+                    kind: _as_kept(known.get(kind), member.parameter) for kind in kinds
+                }
             for group in optimizer.param_groups:
-                now = {**rule.numbers(group), **({_STEP: 0.0} if rule.counts_steps else {})}
-                self._last.append(now)
+                now = rule.numbers(group)
+                self._last.append(dict.fromkeys(now))
                 self._numbers.append({name: self._number(value) for name, value in now.items()})
+            if rule.counts_steps:
+                self._counts = {str(i): self._number(0.0) for i in range(len(self.counters))}
         wanted = [member for member in self.members if member.parameter.requires_grad]
         self._gradients = {m.name: _zeros_like(m.parameter) for m in wanted if keeps_gradients}
         self._sums = {m.name: _zeros_like(m.parameter) for m in wanted if accumulates}
@@ -92,9 +119,14 @@ class StepState:
     def shape(self) -> tuple[Any, ...]:
         """What makes another plan necessary when it changes: parameters, and switches of groups."""
         groups = self._optimizer.param_groups
-        wanted = tuple((id(p), p.requires_grad) for group in groups for p in group["params"])
+        wanted = tuple(
+            (id(p), p.requires_grad, p.shape, p.dtype, p.device)
+            for group in groups
+            for p in group["params"]
+        )
+        in_place = all(member.table.get(member.key) is member.parameter for member in self.members)
         switches = () if self._rule is None else tuple(map(self._rule.switches, groups))
-        return wanted, switches, () if self._scaling is None else self._scaling.settings()
+        return wanted, in_place, switches, () if self._scaling is None else self._scaling.settings()
 
     # ------------------------------------------------------------ what a plan works on
 
@@ -111,7 +143,12 @@ class StepState:
                         found[f"model.{name}"] = Source(table, key, name, f"model.{name}")
         tables = {f"optimizer.{name}": kept for name, kept in self._kept.items()}
         tables |= {f"group.{index}": numbers for index, numbers in enumerate(self._numbers)}
-        tables |= {"gradient": self._gradients, "sum": self._sums, "signal": self.signals}
+        tables |= {
+            "counter": self._counts,
+            "gradient": self._gradients,
+            "sum": self._sums,
+            "signal": self.signals,
+        }
         for prefix, own in tables.items():
             for key in own:
                 target = f"{prefix}.{key}"
@@ -120,87 +157,162 @@ class StepState:
 
     # ------------------------------------------------------------ the caller's optimizer
 
-    def follow(self) -> None:
+    def follow(self) -> bool:
         """Before a step: take in numbers that were changed, and state that was put into the optimizer.
 
-        A checkpoint that was loaded has brought other tensors; their values go into ours.
+        A checkpoint that was loaded has brought other tensors; their values go into ours. False if
+        parameters of one counter have come apart, by steps that others made.
         """
         if self._rule is None:
-            return
+            return True
         for numbers, last, group in zip(
             self._numbers, self._last, self._optimizer.param_groups, strict=True
         ):
             for name, value in self._rule.numbers(group).items():
                 if isinstance(value, torch.Tensor):
                     numbers[name].copy_(value)
+                    last[name] = None
                 elif value != last[name]:
                     numbers[name].fill_(value)
                     last[name] = value
         for member in self.members:
-            known, kept = self._optimizer.state.get(member.parameter), self._kept[member.name]
-            if known and any(known.get(kind) is not tensor for kind, tensor in kept.items()):
-                for kind, tensor in kept.items():
-                    if known.get(kind) is not None:
-                        tensor.copy_(known[kind])
+            self._follow_state(member)
+        return not self._counts or self._follow_counts()
+
+    def _follow_state(self, member: Member) -> None:
+        known, kept = self._optimizer.state.get(member.parameter), self._kept[member.name]
+        if known:
+            for kind, tensor in kept.items():
+                found = known.get(kind)
+                if found is not tensor:
+                    tensor.zero_() if found is None else tensor.copy_(found)
                     known[kind] = tensor
-                if _STEP in known and _STEP in self._numbers[member.group]:
-                    self._numbers[member.group][_STEP].fill_(float(known[_STEP]))
+            self._published.add(member.name)
+        elif member.name in self._published:  # the caller has thrown it away
+            self._published.remove(member.name)
+            for tensor in kept.values():
+                tensor.zero_()
+
+    def _follow_counts(self) -> bool:
+        """Read step counts that are not as we left them."""
+        counts: list[set[float]] = [set() for _ in self.counters]
+        stale: set[int] = set()
+        for member in self.members:
+            if not self._is_as_left(member):
+                stale.add(member.counter)
+        for member in self.members:
+            if member.counter in stale:
+                counts[member.counter].add(_count(self._optimizer, member.parameter))
+        if any(len(found) > 1 for found in counts):
+            return False
+        for counter in stale:
+            self._counts[str(counter)].fill_(counts[counter].pop())
+        self._note_counts()
+        return True
+
+    def _step_known(self, member: Member) -> Any:
+        return (self._optimizer.state.get(member.parameter) or {}).get(_STEP)
+
+    def _is_as_left(self, member: Member) -> bool:
+        """Whether nobody else has counted a parameter's steps since we did."""
+        step, (known, version) = self._step_known(member), self._seen.get(member.name, (None, 0))
+        return step is known and _version(step) == version
+
+    def _note_counts(self) -> None:
+        steps = {member.name: self._step_known(member) for member in self.members}
+        self._seen = {name: (step, _version(step)) for name, step in steps.items()}
+
+    def refuse_splitting(self, updated: frozenset[str]) -> None:
+        """CountsApartError if a step that updates these would move a counter for some others, too."""
+        marks: dict[int, set[bool]] = {}
+        for member in self.members:
+            marks.setdefault(member.counter, set()).add(member.name in updated)
+        if self._counts and any(len(found) > 1 for found in marks.values()):
+            raise CountsApartError({m.name: (m.counter, m.name in updated) for m in self.members})
 
     def publish(self, updated: frozenset[str]) -> None:
         """After a step: what is kept stands in the caller's optimizer, gradients in its parameters."""
-        steps = []
+        steps: dict[str, torch.Tensor] = {}
         for member in self.members:
-            if member.name in updated and self._rule is not None:
+            if member.name in updated and self._kept.get(member.name):
                 known = self._optimizer.state[member.parameter]
                 if not known:
                     known.update(self._kept[member.name])
-                    if self._rule.counts_steps:
+                    self._published.add(member.name)
+                if self._counts:
+                    if _STEP not in known:
                         known[_STEP] = self._step_of(member)
-                if self._rule.counts_steps:
-                    steps.append(known[_STEP])
-            if member.name in self._gradients:
-                found = self._gradients[member.name] if member.name in updated else None
-                member.parameter.grad = found
+                    steps[member.name] = known[_STEP]
+            if self._gradients:
+                found = self._gradients.get(member.name)
+                member.parameter.grad = found if member.name in updated else None
         self._counted = self._scaling is None
         if steps and self._counted:
-            torch._foreach_add_(steps, 1)
+            torch._foreach_add_(list(steps.values()), 1)
+        self._seen |= {name: (step, _version(step)) for name, step in steps.items()}
 
     def _step_of(self, member: Member) -> torch.Tensor:
         """A step count as torch.optim makes it: on the CPU, unless the update reads it on the device."""
         group = self.group(member)
         on_device = group.get("capturable") or group.get("fused")
         device = member.parameter.device if on_device else "cpu"
-        return torch.zeros((), dtype=torch.get_default_dtype(), device=device)
+        is_wide = torch.get_default_dtype() == torch.float64 and not group.get("fused")
+        return torch.zeros((), dtype=torch.float64 if is_wide else torch.float32, device=device)
 
     def let_go(self) -> None:
         """Leave the optimizer as one that has made its steps itself."""
-        self._before_saving(self._optimizer)
+        self.settle()
         if self._hook is not None:
             self._hook.remove()
 
     def _before_saving(self, optimizer: torch.optim.Optimizer) -> None:
-        """Steps that may have been skipped are counted on the device, which is waited for here only."""
-        if not self._counted:
-            for member in self.members:
-                known = optimizer.state.get(member.parameter) or {}
-                if _STEP in known:
-                    known[_STEP].fill_(self._numbers[member.group][_STEP].item())
-            self._counted = True
+        self.settle()
 
-    def recount(self) -> None:
-        """After a step that the optimizer made itself."""
+    def take_sums(self, other: StepState) -> None:
+        """Go on with the gradients of a step that is half made."""
+        for name, total in self._sums.items():
+            if name in other._sums and other._sums[name].shape == total.shape:
+                total.copy_(other._sums[name])
+
+    def settle(self) -> None:
+        """Steps that may have been skipped are counted on the device, which is waited for here only."""
+        if self._counted:
+            return
+        self._counted = True
         for member in self.members:
-            known = self._optimizer.state.get(member.parameter) or {}
-            if _STEP in known and self._numbers and _STEP in self._numbers[member.group]:
-                self._numbers[member.group][_STEP].fill_(float(known[_STEP]))
+            step = self._step_known(member)
+            if step is not None and self._is_as_left(member):
+                step.fill_(self._counts[str(member.counter)].item())
+                self._seen[member.name] = step, _version(step)
 
 
 def _zeros_like(parameter: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(parameter, requires_grad=False)
 
 
-def _members(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Member]:
+def _as_kept(known: Any, parameter: torch.Tensor) -> torch.Tensor:
+    """The optimizer's own tensor, where a plan can use it; zeros where there is none."""
+    fits = isinstance(known, torch.Tensor) and not known.is_inference() and not known.requires_grad
+    if fits and (known.shape, known.device) == (parameter.shape, parameter.device):
+        return known  # type: ignore[no-any-return]
+    return _zeros_like(parameter)
+
+
+def _version(step: Any) -> int:
+    """Another one as soon as somebody counts."""
+    return step._version if isinstance(step, torch.Tensor) else 0
+
+
+def _count(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> float:
+    """The steps that an optimizer has made with a parameter, if it counts them."""
+    return float((optimizer.state.get(parameter) or {}).get(_STEP) or 0.0)
+
+
+def _members(
+    model: nn.Module, optimizer: torch.optim.Optimizer, parts: Mapping[str, Hashable]
+) -> Iterator[Member]:
     names: Mapping[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
+    counters: dict[Hashable, int] = {}
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if parameter not in names:
@@ -208,4 +320,8 @@ def _members(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Mem
                     f"group {index} of the optimizer has a parameter of shape {tuple(parameter.shape)} "
                     "that is not the model's; make the optimizer over model.parameters()"
                 )
-            yield Member(names[parameter], parameter, index)
+            name = names[parameter]
+            path, _, key = name.rpartition(".")
+            alike = index, parameter.requires_grad, _count(optimizer, parameter), parts.get(name)
+            counter = counters.setdefault(alike, len(counters))
+            yield Member(name, parameter, index, counter, model.get_submodule(path)._parameters, key)

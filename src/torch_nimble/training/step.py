@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
 from torch import nn
 
+from torch_nimble.capture.traced import attributes_kept
 from torch_nimble.devices import Device
 from torch_nimble.errors import CaptureError, InputError, OptionError, StateError
 from torch_nimble.options import Options
 from torch_nimble.planned import Planned
 from torch_nimble.prepare import Progress
+from torch_nimble.prepared import Prepared
 from torch_nimble.signature import Signature, check_tensors
 from torch_nimble.training.adapter import (
     LossFunction,
@@ -25,9 +28,12 @@ from torch_nimble.training.adapter import (
 )
 from torch_nimble.training.rules import rule_of
 from torch_nimble.training.scaling import Scaling
-from torch_nimble.training.state import StepState
+from torch_nimble.training.state import CountsApartError, StepState
 from torch_nimble.tree import Node, flatten_inputs, unflatten_inputs
 from torch_nimble.weights import ModuleWatch
+
+_ON_GRADIENT = operator.attrgetter("_backward_hooks")
+_ON_ACCUMULATED = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +58,7 @@ class TrainingStep(Planned):
         self._settings = settings
         self._adapters: dict[Signature, StepAdapter] = {}
         self._batches = 0
+        self._trained: frozenset[str] = frozenset()
         self._begin(StepCallee(settings.loss_fn, settings.model), options, progress)
         self._renew()
 
@@ -89,6 +96,8 @@ class TrainingStep(Planned):
 
     def _run(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Any:
         if self._disabled:
+            if self._step.state.shape() != self._shape:
+                self._begin_anew()
             return self._eager(structure, tensors)
         self._follow()
         signature = self._signature(structure, tensors)
@@ -101,16 +110,40 @@ class TrainingStep(Planned):
         if reason is not None:
             self._fall_back(reason, "pass tensors that do not share memory with the model's")
             return self._eager(structure, tensors)
-        self._step.state.follow()
-        result = prepared.run(tensors)
         adapter = self._adapters[signature]
+        self._refuse_other_parts(adapter.updated)
+        result = prepared.run(tensors)
         if adapter.updates:
             self._refuse_infinite()
-            self._step.state.publish(adapter.updated)
-            if self._step.rule is None and not self._skipped():
-                self.optimizer.step()
+            if self._step.rule is None:
+                self._update_eagerly(adapter.updated)
+            else:
+                self._step.state.publish(adapter.updated)
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
         return result
+
+    def _refuse_other_parts(self, trained: frozenset[str]) -> None:
+        """InputError if this batch gives gradients to other parameters than the first of its step."""
+        if self._batches == 0:
+            self._trained = trained
+        elif trained != self._trained:
+            raise InputError(
+                "the batches of one step train different parameters (in some but not all of them: "
+                f"{', '.join(sorted(trained ^ self._trained))}); with accumulate they must be the same"
+            )
+
+    def _update_eagerly(self, updated: frozenset[str]) -> None:
+        """Let the optimizer make its step from the gradients that the plan left."""
+        parameters = [member.parameter for member in self._step.state.members]
+        before = [parameter.grad for parameter in parameters]
+        try:
+            self._step.state.publish(updated)
+            if not self._skipped():
+                self.optimizer.step()
+        finally:
+            if not self._settings.keep_grads:
+                for parameter, gradient in zip(parameters, before, strict=True):
+                    parameter.grad = gradient
 
     def _skipped(self) -> bool:
         """Whether the last step left the weights alone; waits for the device."""
@@ -149,20 +182,35 @@ class TrainingStep(Planned):
 
     def _eager(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Any:
         """The same by PyTorch itself; gradients that the caller had are left as they were."""
+        parameters = list(self.model.parameters())
+        before = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        kept: dict[torch.Tensor, torch.Tensor | None] = {}
+        try:
+            result = self._eager_from_none(structure, tensors)
+            if self._settings.keep_grads and self._phase() in ("", "last batch"):
+                kept = {m.parameter: m.parameter.grad for m in self._step.state.members}
+        finally:
+            for parameter, gradient in zip(parameters, before, strict=True):
+                parameter.grad = kept.get(parameter, gradient)
+        return result
+
+    def _eager_from_none(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Any:
+        """A step by PyTorch itself that leaves gradients where there were none."""
         step, phase = self._step, self._phase()
+        step.state.settle()
         args, kwargs = unflatten_inputs(structure, self._at_home(tensors))
         members = [member for member in step.state.members if member.parameter.requires_grad]
         parameters: dict[str, torch.Tensor] = {member.name: member.parameter for member in members}
-        before = {name: parameter.grad for name, parameter in parameters.items()}
         live = {t: v for t, s in step.state.sources().items() if (v := s.tensor()) is not None}
         buffers = [(b, b.clone()) for b in step.model.buffers()] if step.checks_finite else []
-        for parameter in parameters.values():
-            parameter.grad = None
         with torch.enable_grad():
             loss, rest = step.losses(args, kwargs)
             step.weighed(loss, live.get("scaler._scale")).backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+            self._refuse_other_parts(frozenset(found))
             if phase not in ("", "first batch"):
                 for name, gradient in found.items():
                     gradient += live[f"sum.{name}"]
@@ -174,13 +222,8 @@ class TrainingStep(Planned):
             for target, value in new.items():
                 if value is not live[target]:
                     live[target].copy_(value)
-        if phase in ("", "last batch"):
-            step.state.recount()
-            if step.rule is None and not self._skipped():
-                step.optimizer.step()
-        if not step.keeps_gradients or phase not in ("", "last batch"):
-            for name, parameter in parameters.items():
-                parameter.grad = before[name]
+        if phase in ("", "last batch") and step.rule is None and not self._skipped():
+            step.optimizer.step()
         if step.checks_finite and self._skipped():
             for buffer, old in buffers:
                 buffer.copy_(old)
@@ -197,22 +240,48 @@ class TrainingStep(Planned):
             return None
         return device
 
+    def _prepare(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Prepared | None:
+        try:
+            with attributes_kept(self.model):
+                return super()._prepare(structure, tensors)
+        except CountsApartError as found:
+            self._begin_anew(found.parts)
+        return self._prepare(structure, tensors)
+
     def _adapter(self, structure: Node, signature: Signature) -> StepAdapter:
-        _refuse_hooks(self.model)
         phase = self._phase()
         made = StepAdapter(self._callee, self._step, structure, signature.autocast, phase)
         self._adapters[signature] = made
         return made
 
     def _follow(self) -> None:
-        """Forget all plans if modules, parameters or switches of the optimizer are others now."""
-        if not self._modules_watch.unchanged() or self._step.state.shape() != self._shape:
-            self._drop_plans()
-            self._step.state.let_go()
-            self._modules_watch = ModuleWatch(self._callee.modules.values())
-            self._renew()
+        """Take in what changed; forget all plans if that is more than values.
 
-    def _renew(self) -> None:
+        Modules, names that the loss function uses, parameters, switches of the optimizer.
+        """
+        if _any_hooks(self._modules_watch.modules, self._parameters):
+            _refuse_hooks(self.model)
+        if not (
+            self._modules_watch.unchanged()
+            and self._callee.reaches_the_same()
+            and rule_of(self.optimizer)[0] is self._step.rule
+            and self._step.state.shape() == self._shape
+            and self._step.state.follow()
+        ):
+            self._begin_anew()
+
+    def _begin_anew(self, parts: Mapping[str, Hashable] | None = None) -> None:
+        self._drop_plans()
+        self._adapters.clear()
+        before = self._step.state
+        before.let_go()
+        self._callee = StepCallee(self._settings.loss_fn, self._settings.model)
+        self._modules_watch = ModuleWatch(self._callee.modules.values())
+        self._renew(parts)
+        if self._batches > 0:
+            self._step.state.take_sums(before)
+
+    def _renew(self, parts: Mapping[str, Hashable] | None = None) -> None:
         settings = self._settings
         rule, why = rule_of(settings.optimizer)
         if rule is None:
@@ -234,6 +303,7 @@ class TrainingStep(Planned):
             accumulates=settings.accumulate > 1,
             signals=["norm"] * (settings.clip_norm is not None) + ["skipped"] * may_skip,
             scaling=scaling,
+            parts=parts,
         )
         self._step = Step(
             settings.loss_fn,
@@ -248,6 +318,7 @@ class TrainingStep(Planned):
             settings.check_finite,
         )
         self._shape = state.shape()
+        self._parameters = list(settings.model.parameters())
 
     def close(self) -> None:
         """Free the plans. The model and its optimizer go on without them."""
@@ -266,14 +337,28 @@ def _check_settings(settings: Settings) -> None:
         raise OptionError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptionError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
-    if settings.clip_norm is not None and not settings.clip_norm > 0:
-        raise OptionError(f"clip_norm must be a positive number, not {settings.clip_norm}")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise OptionError("LBFGS calls the loss itself, several times a step; use the model without us")
+    if not callable(settings.loss_fn):
+        raise OptionError(f"loss_fn must be a function, not {type(settings.loss_fn).__name__}")
+    norm = settings.clip_norm
+    if norm is not None and not (type(norm) in (int, float) and norm > 0):
+        raise OptionError(f"clip_norm must be a positive number, not {norm!r}")
     if settings.accumulate < 1:
         raise OptionError(f"accumulate must be at least 1, not {settings.accumulate}")
     if settings.scaler is not None and not isinstance(settings.scaler, torch.amp.GradScaler):
         raise OptionError(f"scaler must be a GradScaler, not {type(settings.scaler).__name__}")
     if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
         raise InputError("no parameter of the optimizer requires grad; there is nothing to train")
+
+
+def _any_hooks(modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether there is anything to refuse; looked for in every call."""
+    return (
+        any(map(_ON_GRADIENT, parameters))
+        or any(map(_ON_ACCUMULATED, parameters))
+        or any(module._backward_hooks or module._backward_pre_hooks for module in modules)
+    )
 
 
 def _refuse_hooks(model: nn.Module) -> None:

@@ -1,0 +1,431 @@
+"""Compiled training steps: what is refused, what falls back, policies, and the lifecycle."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import torch_nimble as nimble
+from cpu.helpers import assert_equal, run_script, snapshot
+from cpu.training_parts import (
+    Gpt,
+    Twins,
+    adam,
+    adamw,
+    assert_near,
+    assert_same_state,
+    batches,
+    gpt,
+    mlp,
+    momentum,
+    mse,
+    next_token,
+    rows,
+    sgd,
+    text,
+)
+
+# ------------------------------------------------------------ other optimizers
+
+
+class Signs(torch.optim.SGD):
+    """A subclass with a constructor of its own and another formula."""
+
+    def __init__(self, parameters: Any, rate: float, extra: int) -> None:
+        super().__init__(parameters, lr=rate)
+        self.extra = extra
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad.sign(), alpha=group["lr"] * self.extra)
+
+
+OTHERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "rmsprop": lambda model: torch.optim.RMSprop(model.parameters(), lr=0.01, momentum=0.5),
+    "adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=0.1),
+    "dampening": lambda model: momentum(model, dampening=0.5),
+    "subclass": lambda model: Signs(model.parameters(), 0.01, extra=2),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("clip_norm", [None, 0.1])
+def test_other_optimizers_make_their_own_step_visibly(name: str, clip_norm: float | None) -> None:
+    with pytest.warns(nimble.NimbleWarning, match="the update only"):
+        twins = Twins(mlp(), OTHERS[name], clip_norm=clip_norm)
+    schedulers = [torch.optim.lr_scheduler.StepLR(o, 3, 0.5) for _, o in twins.both()]
+    for batch in batches(10):
+        twins.train([batch])
+        for scheduler in schedulers:
+            scheduler.step()
+    twins.check()
+    (fallback,) = twins.step.explain().fallbacks
+    assert "the update only" in fallback.reason
+    assert len(twins.step.explain().signatures) == 1
+    with pytest.raises(nimble.FallbackError, match="the update only"):
+        nimble.compile_step(mse, model := mlp(), OTHERS[name](model), strict=True)
+
+
+@pytest.mark.parametrize("make", [momentum, adam])
+def test_complex_parameters(make: Any) -> None:
+    class Phases(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.weight = nn.Parameter(torch.randn(4, 2, dtype=torch.complex128))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x.to(self.weight.dtype) @ self.weight).abs()
+
+    if make is adam:
+        with pytest.warns(nimble.NimbleWarning, match="complex parameters"):
+            twins = Twins(Phases(), make)
+    else:
+        twins = Twins(Phases(), make)
+    twins.train(batches(5))
+    twins.check(tolerance=1e-9)
+
+
+def test_hooks_on_the_optimizers_step_are_called() -> None:
+    twins = Twins(mlp(), momentum)
+    twins.train(batches(2))
+    called = []
+    twins.optimizer.register_step_post_hook(lambda *_: called.append(True))
+    with pytest.warns(nimble.NimbleWarning, match="hooks on its step"):
+        twins.train(batches(2))
+    assert len(called) == 2
+    twins.check()
+
+
+# ------------------------------------------------------------ errors
+
+
+def refused(
+    error: type[Exception], match: str, loss_fn: Any, model: Any = None, given: Any = None
+) -> None:
+    """The call raises, by a plan and eagerly, and nothing is changed by it."""
+    for disabled in (False, True):
+        own = copy.deepcopy(model) if model is not None else mlp()
+        step = nimble.compile_step(loss_fn, own, adam(own))
+        step._disabled = disabled
+        for parameter in own.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        before, drawn = snapshot(own), torch.get_rng_state()
+        if disabled and error is nimble.CaptureError:
+            continue
+        with pytest.raises(error, match=match):
+            step(*(given or rows()))
+        assert_equal(snapshot(own), before)
+        assert not step.optimizer.state
+        assert all(p.grad is not None and bool((p.grad == 1).all()) for p in own.parameters())
+        assert torch.equal(torch.get_rng_state(), drawn)
+
+
+def test_losses_that_are_none() -> None:
+    refused(nimble.InputError, r"one element.*\(6, 2\).*mean", lambda m, x, y: m(x) - y)
+    refused(nimble.InputError, "does not depend", lambda m, x, y: mse(m, x, y).detach())
+    refused(nimble.InputError, "not float", lambda m, x, y: 1.0)
+    refused(nimble.InputError, "not NoneType", lambda m, x, y: None)
+    refused(nimble.InputError, "not dict", lambda m, x, y: {"loss": mse(m, x, y)})
+
+
+def test_a_loss_function_that_leaves_tensors() -> None:
+    refused(nimble.CaptureError, "item|value of a tensor", lambda m, x, y: mse(m, x, y) * x.sum().item())
+
+
+OUTSIDE = torch.tensor([1.0, 2.0]).double()
+SCALAR = torch.tensor(2.0).double()
+PARAMETER = nn.Parameter(torch.ones(2).double())
+CRITERION = nn.CrossEntropyLoss(weight=OUTSIDE)
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        lambda m, x, y: ((m(x) - y).square() * OUTSIDE).mean(),
+        lambda m, x, y: mse(m, x, y) * SCALAR,
+        lambda m, x, y: ((m(x) - y).square() * PARAMETER).mean(),
+        lambda m, x, y: CRITERION(m(x), y.argmax(1)),
+        lambda m, x, y: mse(m, x, y).add_(SCALAR),
+    ],
+    ids=["tensor", "scalar", "parameter", "module", "in place"],
+)
+def test_tensors_that_are_neither_in_the_model_nor_in_the_batch(loss_fn: Any) -> None:
+    refused(nimble.CaptureError, "neither.*model.*batch.*register_buffer", loss_fn)
+
+
+def test_tensors_made_of_python_values_are_constants() -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        weights = torch.tensor([1.0, 3.0]).double()
+        return ((model(x) - y).square() * weights + torch.arange(2)).mean()
+
+    Twins(mlp(), sgd, loss_fn).check_training(batches(4))
+
+
+def test_optimizers_and_options_that_make_no_sense() -> None:
+    model, other = mlp(), mlp()
+    with pytest.raises(nimble.InputError, match="not the model's"):
+        nimble.compile_step(mse, model, sgd(other))
+    with pytest.raises(nimble.InputError, match="nothing to train"):
+        nimble.compile_step(mse, model.requires_grad_(False), sgd(model))
+    model.requires_grad_(True)
+    clips: list[Any] = [0, -1.0, float("nan"), "1", [1], True]
+    for clip_norm in clips:
+        with pytest.raises(nimble.OptionError, match="clip_norm must be a positive number"):
+            nimble.compile_step(mse, model, sgd(model), clip_norm=clip_norm)
+    wrong: Any = "model"
+    with pytest.raises(nimble.OptionError, match=r"torch\.nn\.Module"):
+        nimble.compile_step(mse, wrong, sgd(model))
+    with pytest.raises(nimble.OptionError, match="LBFGS"):
+        nimble.compile_step(mse, model, torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(nimble.OptionError, match="Optimizer"):
+        nimble.compile_step(mse, model, wrong)
+    with pytest.raises(nimble.OptionError, match="loss_fn"):
+        nimble.compile_step(wrong, model, sgd(model))
+
+
+def test_wrong_arguments_are_named() -> None:
+    model = mlp()
+    step = nimble.compile_step(mse, model, sgd(model))
+    with pytest.raises(nimble.InputError, match="wrong arguments"):
+        step(rows()[0])
+    with pytest.raises(nimble.InputError, match="itself refuses"):
+        step(torch.ones(2, 3).double(), rows()[1])
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("kind", ["parameter", "accumulated", "module", "module, before"])
+def test_hooks_that_a_plan_would_not_call_are_refused(kind: str, early: bool) -> None:
+    model = mlp()
+    step = nimble.compile_step(mse, model, momentum(model))
+    if not early:
+        step(*rows())
+    hooks: dict[str, Any] = {
+        "parameter": model[0].weight.register_hook,
+        "accumulated": model[0].weight.register_post_accumulate_grad_hook,
+        "module": model[0].register_full_backward_hook,
+        "module, before": model[0].register_full_backward_pre_hook,
+    }
+    handle = hooks[kind](lambda *_: None)
+    before = snapshot(model)
+    with pytest.raises(nimble.CaptureError, match="hooks"):
+        step(*rows())
+    assert_equal(snapshot(model), before)
+    handle.remove()
+    step(*rows())
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool, dropout: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 4).double()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(dropout)).double()
+        self.last = nn.Linear(8, 2).double()
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = checkpoint(self.body, self.first(x), use_reentrant=self.reentrant)
+        out: torch.Tensor = self.last(y)
+        return out
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing_is_right_without_dropout_and_refused_with_it(reentrant: bool) -> None:
+    Twins(Checkpointed(reentrant, 0.0).eval(), momentum).check_training(batches(5))
+    refused(nimble.CaptureError, "checkpointing.*dropout", mse, Checkpointed(reentrant, 0.5))
+
+
+def test_parameters_that_were_replaced_or_added() -> None:
+    def replace(model: Any) -> None:
+        model[0].weight = nn.Parameter(torch.zeros(8, 4).double())
+
+    def assign(model: nn.Module) -> None:
+        model.load_state_dict(mlp().state_dict(), assign=True)
+
+    for change in (replace, assign):
+        model = mlp()
+        step = nimble.compile_step(mse, model, momentum(model))
+        step(*rows())
+        change(model)
+        before = snapshot(model)
+        with pytest.raises(nimble.InputError, match="not the model's"):
+            step(*rows())
+        assert_equal(snapshot(model), before)
+
+    class Added(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.gain = mlp(), None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.body(x)
+            return y if self.gain is None else y * self.gain
+
+    twins = Twins(Added(), adam)
+    twins.train(batches(3))
+    for owner, _ in twins.both():
+        del owner.gain
+        owner.gain = nn.Parameter(torch.full((2,), 0.5).double())
+    twins.train(batches(3))
+    twins.eager_model.gain.grad = None
+    for owner, optimizer in twins.both():
+        optimizer.add_param_group({"params": [owner.gain]})
+    twins.train(batches(3))
+    assert_near(twins.model.gain, twins.eager_model.gain)
+    assert_same_state(twins.optimizer, twins.eager_optimizer)
+
+
+def test_inputs_that_require_grad() -> None:
+    x, y = rows()
+    refused(nimble.InputError, r"argument 0 requires grad.*detach", mse, given=(x.requires_grad_(), y))
+
+
+# ------------------------------------------------------------ policies and lifecycle
+
+
+def test_policies_for_new_shapes() -> None:
+    given = [rows(i, size) for i in range(6) for size in (6, 3, 2)]
+    waits = Twins(mlp(), adam, on_new_shape="eager")
+    waits.step.prepare(rows())
+    waits.train(given)
+    waits.check()
+    assert [fallback.calls for fallback in waits.step.explain().fallbacks] == [6, 6]
+    few = Twins(mlp(), adam, max_graphs=1)
+    with pytest.warns(nimble.NimbleWarning, match="max_graphs"):
+        few.train(given)
+    few.check()
+    strict = Twins(mlp(), adam, on_new_shape="error")
+    strict.train(given[:1])
+    with pytest.raises(nimble.InputError, match="on_new_shape"):
+        strict.ours(given[1])
+    strict.check()
+
+
+def test_the_first_step_may_be_an_eager_one() -> None:
+    twins = Twins(mlp(), adam, on_new_shape="eager")
+    twins.step.prepare(rows())
+    twins.train([rows(0, 3), rows(1), rows(2, 3), rows(3)])
+    twins.check()
+
+
+def test_a_closed_step_refuses_and_says_so() -> None:
+    with nimble.compile_step(mse, model := mlp(), momentum(model)) as step:
+        step(*rows())
+        assert "1 prepared" in repr(step)
+    for call in (lambda: step(*rows()), lambda: step.prepare(rows()), lambda: step.plan):
+        with pytest.raises(nimble.StateError, match="closed"):
+            call()
+    assert "closed" in repr(step)
+    assert "closed" in str(step.explain())
+    step.close()
+
+
+def test_what_explain_says() -> None:
+    twins = Twins(mlp(), adam)
+    assert "nothing prepared yet" in str(twins.step.explain())
+    twins.train(batches(3))
+    said = str(twins.step.explain())
+    assert "the training step of Sequential" in said
+    assert "6x4 float64" in said
+    (account,) = twins.step.explain().to_dict()["signatures"]
+    assert account["calls"] == 3
+    assert "eval()" not in said
+
+
+def test_disabled_by_the_environment() -> None:
+    script = """
+    import copy, torch, torch_nimble as nimble
+    import torch.nn.functional as F
+    from torch import nn
+
+    def loss_fn(model, x, y):
+        return F.mse_loss(model(x), y)
+
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    other = copy.deepcopy(model)
+    ours, theirs = (torch.optim.Adam(m.parameters(), lr=0.1) for m in (model, other))
+    step = nimble.compile_step(loss_fn, model, ours, clip_norm=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(ours, 100)
+    step.prepare((torch.randn(4, 3), torch.randn(4, 2)))
+    for _ in range(3):
+        x, y = torch.randn(4, 3), torch.randn(4, 2)
+        loss = step(x, y)
+        scheduler.step()
+        theirs.zero_grad()
+        wanted = loss_fn(other, x, y)
+        wanted.backward()
+        nn.utils.clip_grad_norm_(other.parameters(), 0.1)
+        theirs.step()
+        assert torch.equal(loss, wanted) and not loss.requires_grad
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+    assert all(p.grad is None for p in model.parameters())
+    print("TORCH_NIMBLE_DISABLE" in str(step.explain()))
+    """
+    assert run_script(script, TORCH_NIMBLE_DISABLE="1", PYTHONWARNINGS="error").strip() == "True"
+
+
+def test_two_models_are_trained_at_once() -> None:
+    pairs = [Twins(mlp(), adam), Twins(mlp(), momentum)]
+    errors = []
+
+    def train(twins: Twins) -> None:
+        try:
+            for batch in batches(30):
+                twins.ours(batch)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=train, args=(twins,)) for twins in pairs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    for twins in pairs:
+        for batch in batches(30):
+            twins.theirs(batch)
+        twins.check()
+
+
+def test_the_tests_can_fail() -> None:
+    twins = Twins(mlp(), adam)
+    twins.train(batches(3))
+    twins.optimizer.param_groups[0]["lr"] *= 1 + 1e-6
+    with pytest.raises(AssertionError):
+        twins.check_training(batches(3))
+
+
+def test_it_is_quiet_under_no_grad_and_in_default_settings() -> None:
+    twins = Twins(mlp(), adam)
+    with warnings.catch_warnings(record=True) as said, torch.no_grad():
+        warnings.simplefilter("always")
+        for batch in batches(3):
+            twins.ours(batch)
+    for batch in batches(3):
+        twins.theirs(batch)
+    twins.check()
+    assert not said
+
+
+def test_the_model_stays_ordinary() -> None:
+    model = gpt()
+    step = nimble.compile_step(next_token, model, adamw(model))
+    step(*text())
+    clone = copy.deepcopy(model)
+    assert isinstance(clone, Gpt)
+    assert all(p.requires_grad and p.is_leaf for p in model.parameters())
+    next_token(model, *text()).backward()
+    assert model.embedding.weight.grad is not None
