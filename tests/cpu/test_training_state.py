@@ -312,7 +312,6 @@ def test_attributes_of_modules_and_names_that_the_loss_function_uses() -> None:
     twins.check_training([text(i) for i in range(3)])
 
 
-@pytest.mark.xfail(strict=True, reason="numbers of the object a loss method belongs to are frozen")
 def test_numbers_of_the_object_that_has_the_loss_function() -> None:
     class Trainer:
         weight = 1.0
@@ -347,7 +346,6 @@ def test_evaluation_in_between_sees_the_weights() -> None:
     twins.check()
 
 
-@pytest.mark.xfail(strict=True, reason="functional_call leaves copies where a module has two names")
 def test_an_engine_leaves_a_module_with_two_names_as_it_was() -> None:
     norm = nn.BatchNorm1d(4).eval()
     held = norm.running_mean

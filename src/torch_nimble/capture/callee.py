@@ -18,6 +18,8 @@ from torch import nn
 
 from torch_nimble.errors import InputError, OptionError
 
+_PLAIN = (bool, int, float, complex, str)
+
 
 class Callee:
     """The model as the engine sees it: how to call it, its modules, its name."""
@@ -136,6 +138,7 @@ def _reachable(target: Any, seen: frozenset[int] = frozenset()) -> Iterator[tupl
         return
     if inspect.ismethod(target):
         yield from _held_by("model", target.__self__, seen)
+        yield from _numbers_used(target.__self__, target.__func__)
         target = target.__func__
     if not inspect.isfunction(target):
         yield from _held_by("model", target, seen)
@@ -158,6 +161,16 @@ def _reachable(target: Any, seen: frozenset[int] = frozenset()) -> Iterator[tupl
     for name in _names_in(function.__code__):
         if name in function.__globals__:
             yield from _held_by(name, function.__globals__[name], seen)
+
+
+def _numbers_used(owner: Any, function: Any) -> Iterator[tuple[str, Any]]:
+    """Plain values of a method's object that the method's code names; a module's are watched anyway."""
+    if isinstance(owner, nn.Module) or not inspect.isfunction(function):
+        return
+    own = {**vars(type(owner)), **getattr(owner, "__dict__", {})}
+    for name in _names_in(function.__code__):
+        if isinstance(own.get(name), _PLAIN):
+            yield f"self.{name}", own[name]
 
 
 def _names_in(code: types.CodeType) -> dict[str, None]:

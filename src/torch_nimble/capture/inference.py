@@ -24,7 +24,12 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from torch_nimble.capture.callee import Callee
 from torch_nimble.capture.failure import explain_failure, refuse_dynamic
-from torch_nimble.capture.isolation import Assignments, ParametersKnown, refusing_frozen_draws
+from torch_nimble.capture.isolation import (
+    Assignments,
+    ParametersKnown,
+    refusing_frozen_draws,
+    replaced,
+)
 from torch_nimble.errors import CaptureError
 from torch_nimble.tree import Node, Structure, flatten_inputs, flatten_output, unflatten_inputs
 
@@ -249,12 +254,12 @@ class Adapter(nn.Module):
     ) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
         """What the callee returns, and its buffers afterwards: it runs on copies of them."""
         copies = {name: buffer.clone() for name, buffer in self.named_buffers()}
-        replaced = dict(copies)
         if copy_parameters:
-            replaced |= {name: p.detach().clone() for name, p in self.named_parameters()}
-        with torch.no_grad(), ParametersKnown(self.callee, self.parameters()):
-            result: tuple[torch.Tensor, ...] = torch.func.functional_call(self, replaced, tuple(tensors))
-        return result, copies
+            copies |= {name: p.detach().clone() for name, p in self.named_parameters()}
+        known = ParametersKnown(self.callee, self.parameters())
+        with torch.no_grad(), known, replaced(self, copies):
+            result: tuple[torch.Tensor, ...] = self(*tensors)
+        return result, {name: copies[name] for name, _ in self.named_buffers()}
 
 
 class _Seen:

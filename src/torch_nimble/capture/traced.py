@@ -40,28 +40,6 @@ def trace(function: Function, examples: Sequence[torch.Tensor]) -> fx.GraphModul
 
 
 @contextlib.contextmanager
-def replaced(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """The model with these tensors in place of its own, wherever they are tied.
-
-    torch.func.functional_call leaves them there if a module has two names.
-    """
-    tables = [t for module in model.modules() for t in (module._parameters, module._buffers) if t]
-    before: list[dict[str, Any]] = [dict(table) for table in tables]
-    new: dict[int, Any] = {}
-    for name, tensor in tensors.items():
-        path, _, key = name.rpartition(".")
-        new[id(getattr(model.get_submodule(path), key))] = tensor
-    try:
-        for table in tables:
-            table.update({key: new[id(old)] for key, old in table.items() if id(old) in new})
-        yield
-    finally:
-        for table, old in zip(tables, before, strict=True):
-            table.clear()
-            table.update(old)
-
-
-@contextlib.contextmanager
 def noticing_checkpoints() -> Iterator[list[str]]:
     """Names of the ways in which activation checkpointing was used inside."""
     used: list[str] = []

@@ -19,13 +19,12 @@ from torch import nn
 
 from torch_nimble.capture import MODEL_LOCK, AutocastState, Callee, Captured
 from torch_nimble.capture.failure import explain_failure
-from torch_nimble.capture.isolation import Assignments, refusing_frozen_draws
+from torch_nimble.capture.isolation import Assignments, refusing_frozen_draws, replaced
 from torch_nimble.capture.traced import (
     as_captured,
     attributes_kept,
     batch_target,
     noticing_checkpoints,
-    replaced,
     trace,
 )
 from torch_nimble.errors import CaptureError, InputError
