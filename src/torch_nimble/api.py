@@ -89,6 +89,7 @@ def compile_step(
     accumulate: int = 1,
     scaler: torch.amp.GradScaler | None = None,
     check_finite: bool = False,
+    distributed: torch.distributed.ProcessGroup | bool = False,
     on_new_shape: str = "prepare",
     max_graphs: int = 8,
     strict: bool = False,
@@ -114,6 +115,8 @@ def compile_step(
     scaler: a GradScaler for float16; skipped steps are found out on the device, and nobody waits.
     check_finite: raise FloatingPointError, with nothing changed, if a gradient is not finite. Every
         step is waited for.
+    distributed: train together with the processes of `torch.distributed` (or of this group of them):
+        each with its own batches and the mean of all gradients, as `DistributedDataParallel` does.
 
     The other options are those of `compile()`.
     """
@@ -126,7 +129,15 @@ def compile_step(
         memory_limit=memory_limit,
     )
     settings = Settings(
-        loss_fn, model, optimizer, clip_norm, keep_grads, accumulate, scaler, check_finite
+        loss_fn,
+        model,
+        optimizer,
+        clip_norm,
+        keep_grads,
+        accumulate,
+        scaler,
+        check_finite,
+        distributed,
     )
     return TrainingStep(settings, options, progress)
 

@@ -253,8 +253,8 @@ def test_every_plan_of_a_step_is_right() -> None:
         assert twins.step.plan == plan
         finals.append(twins.model.state_dict())
         twins.step.close()
-    for other in finals[1:]:
-        assert_equal(other, finals[0])
+    for other in finals[1:]:  # with other numbers of threads, which round differently
+        assert_near(other, finals[0], BATCH_NORM)
 
 
 def test_a_saved_plan_and_a_planner_of_ones_own(tmp_path: Any) -> None:

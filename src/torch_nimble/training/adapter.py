@@ -42,7 +42,7 @@ from torch_nimble.tree import (
 )
 
 LossFunction = Callable[..., Any]
-Phase = Literal["", "first batch", "further batch", "last batch"]
+Phase = Literal["", "first batch", "further batch", "last batch", "update"]
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -120,6 +120,7 @@ class StepAdapter:
         structure: Node,
         autocast: AutocastState | None,
         phase: Phase = "",
+        updated: frozenset[str] = frozenset(),
     ) -> None:
         self.callee = callee
         self._step = step
@@ -128,13 +129,13 @@ class StepAdapter:
         self._phase = phase
         self.output_structure: Structure
         self.assigned: Sequence[str] = ()
-        self.updated: frozenset[str] = frozenset()
-        """The parameters that get a gradient."""
+        self.updated = updated
+        """The parameters that get a gradient: found out, or given for an update without a batch."""
 
     @property
     def updates(self) -> bool:
         """Whether this part makes the update."""
-        return self._phase in ("", "last batch")
+        return self._phase in ("", "last batch", "update")
 
     # ------------------------------------------------------------ captured
 
@@ -181,6 +182,8 @@ class StepAdapter:
         """Results, and the new value of every target that may have one."""
         step = self._step
         own = _under("model", state)
+        if self._phase == "update":
+            return [], self._update_only(state, own)
         wanted = {m.name for m in step.state.members if m.parameter.requires_grad}
         leaves = {name: own[name].detach().requires_grad_() for name in own if name in wanted}
         buffers = {name: value for name, value in own.items() if name not in leaves}
@@ -210,9 +213,18 @@ class StepAdapter:
                 new |= {t: torch.where(new["signal.skipped"], v, new[t]) for t, v in before.items()}
         return [result.detach() for result in results], new
 
+    def _update_only(self, state: Tensors, own: Tensors) -> dict[str, torch.Tensor]:
+        """The rest of a step whose gradients are there already."""
+        _, self.output_structure = flatten_output(())
+        self._step.state.refuse_splitting(self.updated)
+        with torch.no_grad():
+            return self._updates(
+                state, own, {name: state[f"sum.{name}"] for name in sorted(self.updated)}
+            )
+
     def _to_put_back(self, state: Tensors) -> dict[str, torch.Tensor]:
         """Buffers, such as the statistics of batch norm, that a step refused leaves as they were."""
-        if not (self._step.checks_finite and self.updates):
+        if not (self._step.checks_finite and self.updates) or self._phase == "update":
             return {}
         targets = [f"model.{name}" for name, _ in self._step.model.named_buffers()]
         return {target: state[target].clone() for target in targets}
@@ -295,19 +307,12 @@ class StepAdapter:
             parameter.requires_grad_()
         before = self._to_put_back(after)
         optimizer = step.optimizer if step.rule is None else self._optimizer_over(own)
-        args, kwargs = unflatten_inputs(self._structure, list(tensors))
-        with torch.enable_grad(), replaced(step.model, own):
-            assignments = Assignments(self.callee)
-            with AutocastState.entered(self._autocast):
-                loss, rest = step.losses(args, kwargs)
-            results, _ = flatten_output(step.results(loss, rest))
-            with torch.no_grad():
-                results, self.assigned = assignments.settle(results)
-            step.weighed(loss, after.get("scaler._scale")).backward()  # type: ignore[no-untyped-call]
-        if self._phase not in ("", "first batch"):
-            for name, parameter in trained.items():
-                if parameter.grad is not None:
-                    parameter.grad += after[f"sum.{name}"]
+        results: list[torch.Tensor] = []
+        if self._phase == "update":
+            for name in self.updated:
+                trained[name].grad = after[f"sum.{name}"].clone()
+        else:
+            results = self._eager_gradients(tensors, own, trained, after)
         if self.updates:
             finish(step, trained, optimizer, after)
             after |= before if before and after["signal.skipped"] else {}
@@ -322,6 +327,30 @@ class StepAdapter:
             if step.rule is not None and step.rule.counts_steps and "step" in kept:
                 after[f"counter.{member.counter}"] = torch.as_tensor(kept["step"]).double()
         return tuple(results), {target: value.detach() for target, value in after.items()}
+
+    def _eager_gradients(
+        self,
+        tensors: Sequence[torch.Tensor],
+        own: Tensors,
+        trained: Tensors,
+        state: Tensors,
+    ) -> list[torch.Tensor]:
+        """Forward and backward of a batch: gradients stand in what is trained, with those before it."""
+        step = self._step
+        args, kwargs = unflatten_inputs(self._structure, list(tensors))
+        with torch.enable_grad(), replaced(step.model, own):
+            assignments = Assignments(self.callee)
+            with AutocastState.entered(self._autocast):
+                loss, rest = step.losses(args, kwargs)
+            results, _ = flatten_output(step.results(loss, rest))
+            with torch.no_grad():
+                results, self.assigned = assignments.settle(results)
+            step.weighed(loss, state.get("scaler._scale")).backward()  # type: ignore[no-untyped-call]
+        if self._phase not in ("", "first batch"):
+            for name, parameter in trained.items():
+                if parameter.grad is not None:
+                    parameter.grad += state[f"sum.{name}"]
+        return results
 
     def _optimizer_over(self, own: Tensors) -> torch.optim.Optimizer:
         """An optimizer like the caller's, in the same state, over the copies."""

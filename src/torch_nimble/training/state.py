@@ -96,7 +96,8 @@ class StepState:
                 self._counts = {str(i): self._number(0.0) for i in range(len(self.counters))}
         wanted = [member for member in self.members if member.parameter.requires_grad]
         self._gradients = {m.name: _zeros_like(m.parameter) for m in wanted if keeps_gradients}
-        self._sums = {m.name: _zeros_like(m.parameter) for m in wanted if accumulates}
+        self.sums = {m.name: _zeros_like(m.parameter) for m in wanted if accumulates}
+        """Gradients set aside until a step's last batch."""
         self.signals: Table = {
             name: torch.zeros((), dtype=_SIGNALS[name], device=self._device) for name in signals
         }
@@ -146,7 +147,7 @@ class StepState:
         tables |= {
             "counter": self._counts,
             "gradient": self._gradients,
-            "sum": self._sums,
+            "sum": self.sums,
             "signal": self.signals,
         }
         for prefix, own in tables.items():
@@ -270,9 +271,9 @@ class StepState:
 
     def take_sums(self, other: StepState) -> None:
         """Go on with the gradients of a step that is half made."""
-        for name, total in self._sums.items():
-            if name in other._sums and other._sums[name].shape == total.shape:
-                total.copy_(other._sums[name])
+        for name, total in self.sums.items():
+            if name in other.sums and other.sums[name].shape == total.shape:
+                total.copy_(other.sums[name])
 
     def settle(self) -> None:
         """Steps that may have been skipped are counted on the device, which is waited for here only."""

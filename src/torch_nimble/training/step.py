@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from torch_nimble.capture.traced import attributes_kept
@@ -26,6 +28,7 @@ from torch_nimble.training.adapter import (
     StepCallee,
     finish,
 )
+from torch_nimble.training.parallel import Processes
 from torch_nimble.training.rules import rule_of
 from torch_nimble.training.scaling import Scaling
 from torch_nimble.training.state import CountsApartError, StepState
@@ -34,6 +37,10 @@ from torch_nimble.weights import ModuleWatch
 
 _ON_GRADIENT = operator.attrgetter("_backward_hooks")
 _ON_ACCUMULATED = operator.attrgetter("_post_accumulate_grad_hooks")
+
+
+_UPDATING = ("", "last batch", "update")
+"""The parts of a step that end with an update."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +55,7 @@ class Settings:
     accumulate: int = 1
     scaler: torch.amp.GradScaler | None = None
     check_finite: bool = False
+    distributed: dist.ProcessGroup | bool = False
 
 
 class TrainingStep(Planned):
@@ -58,6 +66,8 @@ class TrainingStep(Planned):
         self._settings = settings
         self._adapters: dict[Signature, StepAdapter] = {}
         self._batches = 0
+        self._updating = False
+        self._processes = _processes(settings)
         self._trained: frozenset[str] = frozenset()
         self._begin(StepCallee(settings.loss_fn, settings.model), options, progress)
         self._renew()
@@ -89,10 +99,25 @@ class TrainingStep(Planned):
         """
         self._check_usable()
         tensors, structure = flatten_inputs(args, kwargs)
+        tensors = check_tensors(structure, tensors)
         with self._lock:
-            result = self._run(structure, check_tensors(structure, tensors))
+            if self._processes is not None and self._batches == 0:
+                self._processes.share_buffers(self.model)
+            result = self._run(structure, tensors)
             self._batches = (self._batches + 1) % self._step.accumulate
+            if self._processes is not None and self._batches == 0:
+                self._update_together(self._processes)
         return result
+
+    def _update_together(self, processes: Processes) -> None:
+        """The update, with the mean of all processes' gradients."""
+        processes.average([self._step.state.sums[name] for name in sorted(self._trained)])
+        nothing, structure = flatten_inputs((), {})
+        self._updating = True
+        try:
+            self._run(structure, nothing)
+        finally:
+            self._updating = False
 
     def _run(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Any:
         if self._disabled:
@@ -103,7 +128,8 @@ class TrainingStep(Planned):
         signature = self._signature(structure, tensors)
         prepared = self._prepared.get(signature)
         if prepared is None or not self._take_in_weights(prepared):
-            prepared = self._on_new(signature, structure, tensors)
+            make = self._prepare if self._updating else functools.partial(self._on_new, signature)
+            prepared = make(structure, tensors)
         if prepared is None:
             return self._eager(structure, tensors)
         reason = prepared.refusal(tensors)
@@ -124,7 +150,7 @@ class TrainingStep(Planned):
 
     def _refuse_other_parts(self, trained: frozenset[str]) -> None:
         """InputError if this batch gives gradients to other parameters than the first of its step."""
-        if self._batches == 0:
+        if self._batches == 0 and not self._updating:
             self._trained = trained
         elif trained != self._trained:
             raise InputError(
@@ -158,6 +184,10 @@ class TrainingStep(Planned):
             )
 
     def _phase(self) -> Phase:
+        if self._processes is not None:
+            if self._updating:
+                return "update"
+            return "first batch" if self._batches == 0 else "further batch"
         last = self._step.accumulate - 1
         if last == 0:
             return ""
@@ -189,7 +219,7 @@ class TrainingStep(Planned):
         kept: dict[torch.Tensor, torch.Tensor | None] = {}
         try:
             result = self._eager_from_none(structure, tensors)
-            if self._settings.keep_grads and self._phase() in ("", "last batch"):
+            if self._settings.keep_grads and self._phase() in _UPDATING:
                 kept = {m.parameter: m.parameter.grad for m in self._step.state.members}
         finally:
             for parameter, gradient in zip(parameters, before, strict=True):
@@ -205,30 +235,37 @@ class TrainingStep(Planned):
         parameters: dict[str, torch.Tensor] = {member.name: member.parameter for member in members}
         live = {t: v for t, s in step.state.sources().items() if (v := s.tensor()) is not None}
         buffers = [(b, b.clone()) for b in step.model.buffers()] if step.checks_finite else []
-        with torch.enable_grad():
-            loss, rest = step.losses(args, kwargs)
-            step.weighed(loss, live.get("scaler._scale")).backward()  # type: ignore[no-untyped-call]
+        result: Any = None
+        if phase != "update":
+            with torch.enable_grad():
+                loss, rest = step.losses(args, kwargs)
+                weighed = step.weighed(loss, live.get("scaler._scale"))
+                weighed.backward()  # type: ignore[no-untyped-call]
+            result = step.results(loss, rest)
         with torch.no_grad():
+            if phase == "update":
+                for name in self._trained:
+                    parameters[name].grad = live[f"sum.{name}"].clone()
             found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
             self._refuse_other_parts(frozenset(found))
-            if phase not in ("", "first batch"):
+            if phase in ("further batch", "last batch"):
                 for name, gradient in found.items():
                     gradient += live[f"sum.{name}"]
             new = dict(live)
-            if phase in ("first batch", "further batch"):
-                new |= {f"sum.{name}": gradient for name, gradient in found.items()}
-            else:
+            if phase in _UPDATING:
                 finish(step, parameters, step.optimizer, new)
+            else:
+                new |= {f"sum.{name}": gradient for name, gradient in found.items()}
             for target, value in new.items():
                 if value is not live[target]:
                     live[target].copy_(value)
-        if phase in ("", "last batch") and step.rule is None and not self._skipped():
+        if phase in _UPDATING and step.rule is None and not self._skipped():
             step.optimizer.step()
         if step.checks_finite and self._skipped():
             for buffer, old in buffers:
                 buffer.copy_(old)
         self._refuse_infinite()
-        return step.results(loss, rest)
+        return result
 
     # ------------------------------------------------------------ preparing
 
@@ -250,7 +287,8 @@ class TrainingStep(Planned):
 
     def _adapter(self, structure: Node, signature: Signature) -> StepAdapter:
         phase = self._phase()
-        made = StepAdapter(self._callee, self._step, structure, signature.autocast, phase)
+        trained = self._trained if phase == "update" else frozenset()
+        made = StepAdapter(self._callee, self._step, structure, signature.autocast, phase, trained)
         self._adapters[signature] = made
         return made
 
@@ -300,7 +338,7 @@ class TrainingStep(Planned):
             settings.optimizer,
             rule,
             keeps_gradients=keeps,
-            accumulates=settings.accumulate > 1,
+            accumulates=settings.accumulate > 1 or self._processes is not None,
             signals=["norm"] * (settings.clip_norm is not None) + ["skipped"] * may_skip,
             scaling=scaling,
             parts=parts,
@@ -329,6 +367,15 @@ class TrainingStep(Planned):
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{len(self._prepared)} prepared"
         return f"<torch_nimble.TrainingStep of {type(self.model).__name__}, {state}>"
+
+
+def _processes(settings: Settings) -> Processes | None:
+    if settings.distributed is False:
+        return None
+    group = settings.distributed
+    made = Processes(None if group is True else group)
+    made.begin(settings.model)
+    return made
 
 
 def _check_settings(settings: Settings) -> None:

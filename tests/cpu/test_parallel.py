@@ -1,0 +1,89 @@
+"""Two processes that train together: what DistributedDataParallel gives, in each of them."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torch_nimble as nimble
+from cpu.training_parts import adam, assert_near, classify, convnet, images, momentum
+from torch_nimble.errors import OptionError
+
+STEPS = 6
+MAKE = {"momentum": momentum, "adam": adam}
+
+
+def train(rank: int, place: str, kind: str, accumulate: int) -> None:
+    """What each process does: one model by us and a copy by DDP, with batches of its own."""
+    dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=2)
+    torch.manual_seed(rank)
+    ours = convnet()
+    with torch.no_grad():
+        for parameter in ours.parameters():  # the first process's weights count
+            parameter += rank
+    theirs = nn.parallel.DistributedDataParallel(copy.deepcopy(ours))
+    mine, other = MAKE[kind](ours), MAKE[kind](theirs)
+    step = nimble.compile_step(
+        classify, ours, mine, clip_norm=1.0, accumulate=accumulate, distributed=True, strict=True
+    )
+    for number in range(STEPS):
+        other.zero_grad()
+        for part in range(accumulate):
+            x, y = images(100 * rank + 10 * number + part)
+            loss = step(x, y)
+            if part < accumulate - 1:
+                with theirs.no_sync():
+                    expected = classify(theirs, x, y)
+                    (expected / accumulate).backward()
+            else:
+                expected = classify(theirs, x, y)
+                (expected / accumulate).backward()
+            assert_near(loss, expected.detach())
+        nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+        other.step()
+    assert_near(ours.state_dict(), theirs.module.state_dict(), 1e-6 if kind == "adam" else None)
+    assert not step.explain().fallbacks
+    step.close()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("kind", "accumulate"), [("momentum", 1), ("adam", 2)])
+def test_two_processes_train_as_with_ddp(tmp_path: Path, kind: str, accumulate: int) -> None:
+    tests = Path(__file__).parents[1]
+    paths = os.pathsep.join([str(tests), str(tests.parent / "src")])
+    variables = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-m", "cpu.test_parallel"]
+    started = [
+        subprocess.Popen(
+            [*words, str(rank), str(tmp_path / "meet"), kind, str(accumulate)],
+            env=variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=120)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0], "\n".join(said)[-3000:]
+
+
+def test_without_a_group_of_processes_there_is_an_error() -> None:
+    model = convnet()
+    with pytest.raises(OptionError, match="init_process_group"):
+        nimble.compile_step(classify, model, momentum(model), distributed=True)
+
+
+if __name__ == "__main__":
+    train(int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]))
