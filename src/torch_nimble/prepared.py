@@ -51,6 +51,10 @@ class Prepared:
         program = self._program
         used = program.constants | program.state | {name for c in program.folding for name in c.refs()}
         sources = {name: source for name, source in program.sources.items() if name in used}
+        held = [
+            source.tensor() for name, source in sources.items() if self._written or name in program.state
+        ]
+        self._exposed = frozenset(_storage(tensor) for tensor in held if tensor is not None)
         return Watch(sources, program.state, self._modules)
 
     @property
@@ -80,6 +84,10 @@ class Prepared:
     def refusal(self, tensors: Sequence[torch.Tensor]) -> str | None:
         """Why this call must not be run by the plan: written memory that an input shares."""
         if not self.writes:
+            return None
+        memories = [_storage(tensor) for tensor in tensors]
+        apart = not self._written or len(set(memories)) == len(memories)
+        if apart and self._exposed.isdisjoint(memories):
             return None
         regions = [_memory(tensor) for tensor in tensors]
         for name, source in self._program.sources.items():
@@ -134,10 +142,14 @@ class Prepared:
         )
 
 
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 def _memory(tensor: torch.Tensor) -> Region:
     size = tensor.element_size()
     return Region(
-        f"{tensor.device} {tensor.untyped_storage().data_ptr()}",
+        f"{tensor.device} {_storage(tensor)}",
         int(tensor.storage_offset()) * size,
         tuple(tensor.shape),
         tuple(stride * size for stride in tensor.stride()),

@@ -8,6 +8,7 @@ Gradients are kept only where somebody wants them.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,8 @@ from torch_nimble.training.scaling import Scaling
 _NUMBER = torch.float64
 """Of one element, so it promotes nothing, and as exact as Python's numbers are."""
 _STEP = "step"
+_WANTS_GRAD = operator.attrgetter("requires_grad")
+_VERSION = operator.attrgetter("_version")
 _SIGNALS = {"norm": torch.float32, "skipped": torch.bool}
 
 Table = dict[str, torch.Tensor]
@@ -166,6 +169,15 @@ class StepState:
         """
         if self._rule is None:
             return True
+        self.refresh()
+        for member in self.members:
+            self._follow_state(member)
+        return not self._counts or self._follow_counts()
+
+    def refresh(self) -> None:
+        """Take in the numbers that the caller, or a scheduler, has changed since the last step."""
+        if self._rule is None:
+            return
         for numbers, last, group in zip(
             self._numbers, self._last, self._optimizer.param_groups, strict=True
         ):
@@ -176,9 +188,26 @@ class StepState:
                 elif value != last[name]:
                     numbers[name].fill_(value)
                     last[name] = value
-        for member in self.members:
-            self._follow_state(member)
-        return not self._counts or self._follow_counts()
+
+    def tables(self) -> list[dict[Any, Any]]:
+        """What the caller's optimizer keeps its state in."""
+        optimizer = self._optimizer
+        hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+        return [optimizer.state, *optimizer.state.values(), *hooks]
+
+    def marks(self) -> tuple[Any, ...]:
+        """What can change without any table being touched: cheap to make, and equal if nothing did."""
+        groups = self._optimizer.param_groups
+        switches = () if self._rule is None else tuple(map(self._rule.switches, groups))
+        scaling = () if self._scaling is None else self._scaling.settings()
+        wanted = [tuple(map(_WANTS_GRAD, group["params"])) for group in groups]
+        return wanted, switches, scaling, list(map(_VERSION, self._steps()))
+
+    def _steps(self) -> list[torch.Tensor]:
+        """The step counts that stand in the optimizer, as far as ours are made of them."""
+        if not self._counts:
+            return []
+        return [step for step, _ in self._seen.values() if isinstance(step, torch.Tensor)]
 
     def _follow_state(self, member: Member) -> None:
         known, kept = self._optimizer.state.get(member.parameter), self._kept[member.name]

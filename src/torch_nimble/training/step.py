@@ -20,6 +20,7 @@ from torch_nimble.planned import Planned
 from torch_nimble.prepare import Progress
 from torch_nimble.prepared import Prepared
 from torch_nimble.signature import Signature, check_tensors
+from torch_nimble.touched import Tables
 from torch_nimble.training.adapter import (
     LossFunction,
     Phase,
@@ -67,6 +68,7 @@ class TrainingStep(Planned):
         self._adapters: dict[Signature, StepAdapter] = {}
         self._batches = 0
         self._updating = False
+        self._left: tuple[Tables, Any] | None = None
         self._processes = _processes(settings)
         self._trained: frozenset[str] = frozenset()
         self._begin(StepCallee(settings.loss_fn, settings.model), options, progress)
@@ -127,6 +129,9 @@ class TrainingStep(Planned):
         self._follow()
         signature = self._signature(structure, tensors)
         prepared = self._prepared.get(signature)
+        if prepared is not None and not prepared.watch.unchanged():
+            self._look_at_all()  # memory was exchanged, perhaps for another kind
+            prepared = self._prepared.get(signature)
         if prepared is None or not self._take_in_weights(prepared):
             make = self._prepare if self._updating else functools.partial(self._on_new, signature)
             prepared = make(structure, tensors)
@@ -146,6 +151,7 @@ class TrainingStep(Planned):
             else:
                 self._step.state.publish(adapter.updated)
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
+        self._leave()
         return result
 
     def _refuse_other_parts(self, trained: frozenset[str]) -> None:
@@ -293,12 +299,48 @@ class TrainingStep(Planned):
         return made
 
     def _follow(self) -> None:
-        """Take in what changed; forget all plans if that is more than values.
+        """Take in what changed since the last call; a look at all that could have is the exception."""
+        if (
+            self._left is not None
+            and self._left[0].untouched()
+            and self._step.state.marks() == self._left[1]
+            and not _any_hooks(self._parameters)
+            and self._callee.reaches_the_same()
+        ):
+            self._step.state.refresh()
+        else:
+            self._look_at_all()
+
+    def _leave(self) -> None:
+        """Remember how everything is left after a step."""
+        inner = [
+            table
+            for module in self._modules_watch.modules
+            for table in (vars(module), module._parameters, module._buffers, module._modules)
+        ]
+        hooks = [
+            table
+            for module in self._modules_watch.modules
+            for table in (
+                module._forward_hooks,
+                module._forward_pre_hooks,
+                module._backward_hooks,
+                module._backward_pre_hooks,
+            )
+        ]
+        state = self._step.state
+        if self._left is None or not self._left[0].untouched():
+            self._left = Tables([*inner, *hooks, *state.tables()]), state.marks()
+        else:
+            self._left = self._left[0], state.marks()
+
+    def _look_at_all(self) -> None:
+        """Forget all plans if more than values has changed.
 
         Modules, names that the loss function uses, parameters, switches of the optimizer.
         """
-        if _any_hooks(self._modules_watch.modules, self._parameters):
-            _refuse_hooks(self.model)
+        self._left = None
+        _refuse_hooks(self.model)
         if not (
             self._modules_watch.unchanged()
             and self._callee.reaches_the_same()
@@ -399,13 +441,9 @@ def _check_settings(settings: Settings) -> None:
         raise InputError("no parameter of the optimizer requires grad; there is nothing to train")
 
 
-def _any_hooks(modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether there is anything to refuse; looked for in every call."""
-    return (
-        any(map(_ON_GRADIENT, parameters))
-        or any(map(_ON_ACCUMULATED, parameters))
-        or any(module._backward_hooks or module._backward_pre_hooks for module in modules)
-    )
+def _any_hooks(parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether gradients have hooks; looked for in every call."""
+    return any(map(_ON_GRADIENT, parameters)) or any(map(_ON_ACCUMULATED, parameters))
 
 
 def _refuse_hooks(model: nn.Module) -> None:
