@@ -72,15 +72,8 @@ class Engine(ModelFace, Planned):
     forward = __call__
 
     def _call(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Any:
-        signature = self._signature(structure, tensors)
-        prepared = self._prepared.get(signature)
-        if prepared is None or not self._take_in_weights(prepared):
-            prepared = self._on_new(signature, structure, tensors)
-            if prepared is None:
-                return self._eager(structure, tensors)
-        reason = prepared.refusal(tensors)
-        if reason is not None:
-            self._fall_back(reason, "pass tensors that do not share memory")
+        prepared = self._plan_for(structure, tensors)
+        if prepared is None:
             return self._eager(structure, tensors)
         result = prepared.run(tensors)
         self._remember(prepared, structure, tensors)

@@ -76,6 +76,18 @@ class Planned(ABC):
 
     # ------------------------------------------------------------ policy
 
+    def _plan_for(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Prepared | None:
+        """The plan of a call, made if need be, with the present weights; None means: run it eagerly."""
+        signature = self._signature(structure, tensors)
+        prepared = self._prepared.get(signature)
+        if prepared is None or not self._take_in_weights(prepared):
+            prepared = self._on_new(signature, structure, tensors)
+        reason = None if prepared is None else prepared.refusal(tensors)
+        if reason is not None:
+            self._fall_back(reason, "pass tensors that do not share memory")
+            return None
+        return prepared
+
     def _on_new(
         self, signature: Signature, structure: Node, tensors: Sequence[torch.Tensor]
     ) -> Prepared | None:

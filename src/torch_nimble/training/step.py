@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -127,21 +126,13 @@ class TrainingStep(Planned):
                 self._begin_anew()
             return self._eager(structure, tensors)
         self._follow()
-        signature = self._signature(structure, tensors)
-        prepared = self._prepared.get(signature)
-        if prepared is not None and not prepared.watch.unchanged():
+        known = self._prepared.get(self._signature(structure, tensors))
+        if known is not None and not known.watch.unchanged():
             self._look_at_all()  # memory was exchanged, perhaps for another kind
-            prepared = self._prepared.get(signature)
-        if prepared is None or not self._take_in_weights(prepared):
-            make = self._prepare if self._updating else functools.partial(self._on_new, signature)
-            prepared = make(structure, tensors)
+        prepared = self._plan_for(structure, tensors)
         if prepared is None:
             return self._eager(structure, tensors)
-        reason = prepared.refusal(tensors)
-        if reason is not None:
-            self._fall_back(reason, "pass tensors that do not share memory with the model's")
-            return self._eager(structure, tensors)
-        adapter = self._adapters[signature]
+        adapter = self._adapters[prepared.signature]
         self._refuse_other_parts(adapter.updated)
         result = prepared.run(tensors)
         if adapter.updates:
@@ -290,6 +281,13 @@ class TrainingStep(Planned):
         except CountsApartError as found:
             self._begin_anew(found.parts)
         return self._prepare(structure, tensors)
+
+    def _on_new(
+        self, signature: Signature, structure: Node, tensors: Sequence[torch.Tensor]
+    ) -> Prepared | None:
+        if self._updating:  # no batch of the caller's, so no policy either
+            return self._prepare(structure, tensors)
+        return super()._on_new(signature, structure, tensors)
 
     def _adapter(self, structure: Node, signature: Signature) -> StepAdapter:
         phase = self._phase()
