@@ -106,7 +106,7 @@ def bench(
         list[str] | None, typer.Argument(help="Networks of the zoo, or package.module:name.")
     ] = None,
     suite: Annotated[
-        str, typer.Option(help="quick, paper, modern, batch, cpu; several with commas.")
+        str, typer.Option(help="quick, paper, modern, batch, training, cpu; several with commas.")
     ] = "",
     inputs: Annotated[
         list[str] | None,

@@ -17,6 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from torch import nn
 from typer.testing import CliRunner
 
 from cpu.bench_targets import SHAPE, SMALL
@@ -30,6 +31,7 @@ from torch_nimble.bench import (
     suites,
     systems,
     timing,
+    training,
     worker,
 )
 from torch_nimble.bench.record import Json
@@ -237,8 +239,7 @@ def test_cases_are_those_of_suites_and_targets_each_once() -> None:
         suites.cases_of([], ["papers"], [], [], [])
     with pytest.raises(OptionError, match="for one target, and 2"):
         suites.cases_of(["a:b", "c:d"], [], [], [], ["1x3"])
-    with pytest.raises(OptionError, match="no training step"):
-        suites.cases_of([], ["training"], [], [], [])
+    assert all(case.trains for case in suites.cases_of([], ["training"], [], [], []))
 
 
 # ------------------------------------------------------------ the order of work
@@ -323,6 +324,7 @@ def test_systems_are_those_asked_for_or_the_usual_ones() -> None:
     assert chosen("speed", device="cpu") == ("eager", "onnxruntime", "nimble")
     assert chosen("cost") == ("reduce-overhead", "nimble")
     assert chosen("plan") == chosen("call") == ("nimble",)
+    assert "xla" not in chosen("train", against=["eager", "xla"])
 
 
 def test_cold_and_warm_share_a_cache_and_systems_do_not() -> None:
@@ -488,6 +490,34 @@ def test_settings_are_put_back(brief: Part) -> None:
     assert (matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark) == before
 
 
+def test_training_steps_are_compared_with_one_in_float64(
+    brief: Part, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(name: str, **_: object) -> zoo.Network:
+        torch.manual_seed(0)
+        layers = [nn.Conv2d(3, 4, 3, 2), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.5), nn.Flatten()]
+        return zoo.Network(name, nn.Sequential(*layers, nn.Linear(900, 100)), (), {}, "test")
+
+    monkeypatch.setattr(training.zoo, "load", load)
+    case = Case("mobilenet-v2", batch=4, trains=True)
+    part = replace(brief, measure="train", case=case, systems=("eager", "nimble"))
+    found = worker.work(part)
+    for notes in found["systems"].values():
+        assert notes["relative_error"] < 1e-4
+        assert notes["right"] is True
+        assert notes["p50_us"] > 0
+    assert found["check"]["other_input_differs_by"] > 0.1
+    with_make = training.STEPS["nimble"]
+
+    def half_as_far(trainee: training.Trainee, batch: training.Batch) -> Any:
+        step = with_make(trainee, batch)
+        trainee.optimizer.param_groups[0]["lr"] /= 2
+        return step
+
+    monkeypatch.setitem(training.STEPS, "nimble", half_as_far)
+    assert worker.work(part)["check"]["accepted"] is False
+
+
 def test_onnx_runtime_takes_part(brief: Part) -> None:
     pytest.importorskip("onnxruntime")
     found = worker.work(replace(brief, systems=("onnxruntime", "nimble")))["systems"]
@@ -500,7 +530,7 @@ def test_onnx_runtime_takes_part(brief: Part) -> None:
 def test_the_command_measures_and_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     arguments = ["bench", SMALL, "--input", SHAPE, "--against", "eager", "--device", "cpu"]
-    arguments += ["--rounds", "3", "--out", str(tmp_path)]
+    arguments += ["--rounds", "3", "--out", str(tmp_path), "--commit", "a"]
     first = CliRunner().invoke(app, arguments)
     assert first.exit_code == 0, first.output
     assert SMALL in first.output

@@ -48,7 +48,7 @@ from torch_nimble.bench.selection import (
     place_of,
     quicker_peers,
 )
-from torch_nimble.bench.suites import PAPER_SPEEDUPS, PAPER_STREAMS
+from torch_nimble.bench.suites import PAPER_SPEEDUPS, PAPER_STREAMS, PAPER_TRAINING
 
 AGREE = 0.03
 """Repeated runs agree if their ratios are no further apart than this."""
@@ -78,6 +78,21 @@ def headline(entries: Sequence[Json]) -> Grid:
         ("error", error_cell(OURS, ".0e")),
     ]
     return grid_of(entries, columns)
+
+
+def training(entries: Sequence[Json]) -> Grid:
+    """The same of training steps, and the paper's figure."""
+    batches = (32, 64, 128)
+
+    def published(entry: Json) -> Cell:
+        known = PAPER_TRAINING.get(entry["target"], ())
+        found = dict(zip(batches, known, strict=False)).get(entry["batch"])
+        return number(found, ".2f", "×")
+
+    made = headline(entries)
+    cells = [published(entry) for entry in entries]
+    rows = tuple((*row, cell) for row, cell in zip(made.rows, cells, strict=True))
+    return replace(made, header=(*made.header, "paper, V100"), rows=rows)
 
 
 def latency(entries: Sequence[Json]) -> Grid:

@@ -39,6 +39,7 @@ from torch_nimble.bench.record import (
 from torch_nimble.bench.subject import Part
 from torch_nimble.bench.suites import Case
 from torch_nimble.bench.systems import BY_NAME
+from torch_nimble.bench.training import STEPS
 from torch_nimble.errors import OptionError
 from torch_nimble.targets import make_inputs
 
@@ -48,6 +49,8 @@ _USUAL = {
     ("cuda", "cost"): ("reduce-overhead",),
     ("cpu", "speed"): ("eager", "onnxruntime"),
     ("cpu", "cost"): (),
+    ("cuda", "train"): ("eager", "cudagraph", "compile", "reduce-overhead", "nimble-serial"),
+    ("cpu", "train"): ("eager",),
 }
 
 
@@ -220,7 +223,8 @@ def _parts(wanted: Wanted) -> list[Part]:
             cudnn_benchmark=wanted.cudnn_benchmark,
             filled=wanted.parallel > 1,
         )
-        for measure, case in itertools.product(wanted.measures, wanted.cases)
+        for asked, case in itertools.product(wanted.measures, wanted.cases)
+        for measure in ["train" if case.trains and asked == "speed" else asked]
     ]
 
 
@@ -234,7 +238,9 @@ def _systems(wanted: Wanted, measure: str, case: Case) -> tuple[str, ...]:
     return tuple(
         name
         for name, system in BY_NAME.items()
-        if name in asked | {"nimble"} and wanted.device in system.devices
+        if name in asked | {"nimble"}
+        and wanted.device in system.devices
+        and (measure != "train" or name in STEPS)
     )
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from torch_nimble.bench import gpu
+from torch_nimble.bench import gpu, training
 from torch_nimble.bench.record import Json, plain
 from torch_nimble.bench.subject import Call, Inputs, Part, Subject, error_of
 from torch_nimble.bench.systems import BY_NAME, Captured, compilations, graph_of
@@ -38,6 +38,8 @@ _CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 _TUNED = "*.best_config"
 """Files in which Inductor notes which version of a kernel was fastest."""
 _TF32_TOLERANCE = 2e-2
+_UPDATE_OFF = 0.5
+"""The largest error of an update: gradients of deep networks are far less exact than their results."""
 
 Report = Callable[[Json], None]
 
@@ -111,10 +113,14 @@ def fill(part: Part, report: Report) -> Json:
 
     What was found fastest meanwhile is forgotten: that is found out by those who measure, alone.
     """
-    subject = Subject.load(part)
-    for name in part.systems:
-        if BY_NAME[name].compiles:
-            report({"stage": f"compiling for {name}"})
+    compiling = [name for name in part.systems if BY_NAME[name].compiles]
+    subject = Subject(part, None) if part.case.trains else Subject.load(part)
+    for name in compiling:
+        report({"stage": f"compiling for {name}"})
+        if part.case.trains:
+            with torch.enable_grad():
+                attempt({}, prepare_step, subject, name, training.Trainee.load(part))
+        else:
             attempt({}, prepare, subject, name, [subject.inputs(0)])
     for noted in Path(part.cache).rglob(_TUNED):
         noted.unlink()
@@ -146,7 +152,7 @@ def speed(part: Part, report: Report) -> Json:
                 error = attempt(notes, error_of, calls[name], case, reference)
                 notes.setdefault("errors", []).append(error)
             if stage == 0:
-                race(subject, calls, systems)
+                race(subject, calls, systems, [subject.inputs(1 + i) for i in range(_INPUT_SETS)])
     found |= {"loaded": load} if part.case.load else {}
     errors = {name: notes["errors"] for name, notes in alive(systems).items()}
     allowed = _allowed(part.case.dtype)
@@ -177,13 +183,17 @@ def alive(systems: Mapping[str, Json]) -> dict[str, Json]:
     return {name: notes for name, notes in systems.items() if "error" not in notes}
 
 
-def race(subject: Subject, calls: Mapping[str, Call], systems: Mapping[str, Json]) -> None:
+def race(
+    subject: Subject,
+    calls: Mapping[str, Call],
+    systems: Mapping[str, Json],
+    supply: Sequence[Inputs],
+) -> None:
     """Time all calls in interleaved rounds; one that fails drops out with its error in its notes.
 
     Each round begins with another system, so that none always follows the same one. A system that
     compiles while it is timed has failed: it was not ready.
     """
-    supply = [subject.inputs(1 + i) for i in range(_INPUT_SETS)]
     watches = {name: Stopwatch(subject, calls[name], supply) for name in alive(systems)}
     names = list(watches)
     gc.collect()
@@ -225,7 +235,7 @@ def verdict(errors: Mapping[str, Sequence[float]], distance: float, allowed: flo
     Nor may it be more than what the dtype allows, whatever a peer shows. And can the check fail: another
     input's reference must be a hundred times the tolerance away.
     """
-    peer = next(name for name in _PEERS if name in errors)
+    peer = next((name for name in _PEERS if name in errors), "nimble")
     limits = [max(min(_ERROR_FACTOR * error, allowed), _ERROR_FLOOR) for error in errors[peer]]
     ours = errors.get("nimble", [math.inf] * len(limits))
     tolerance = max(limits)
@@ -237,6 +247,71 @@ def verdict(errors: Mapping[str, Sequence[float]], distance: float, allowed: flo
         "distance_over_tolerance": distance / tolerance,
         "check_can_fail": distance >= _DISTANCE * tolerance,
     }
+
+
+# ------------------------------------------------------------ training
+
+
+def train(part: Part, report: Report) -> Json:
+    """Training steps of all systems: prepared, checked, raced, and checked again."""
+    with torch.enable_grad():
+        return _train(part, report)
+
+
+def _train(part: Part, report: Report) -> Json:
+    subject, original = Subject(part, None), training.Trainee.load(part)
+    batches = [training.batch_of(part, seed) for seed in (100, 101)]
+    exact = [training.reference(original, part, batch) for batch in batches]
+    systems: dict[str, Json] = {name: {} for name in part.systems}
+    found: Json = {"systems": systems}
+    trainees: dict[str, training.Trainee] = {}
+    steps: dict[str, Call] = {}
+    for name, notes in systems.items():
+        report({**found, "stage": f"preparing {name}"})
+        trainees[name] = original.twin(part)
+        made = attempt(notes, prepare_step, subject, name, trainees[name])
+        if made is not None:
+            steps[name] = made[0]
+            notes.update(made[1])
+    report({**found, "stage": "measuring"})
+    for stage, (batch, wanted) in enumerate(zip(batches, exact, strict=True)):
+        for name, notes in alive(systems).items():
+            error = attempt(notes, training.error_of, trainees[name], steps[name], batch, wanted)
+            notes.setdefault("errors", []).append(error)
+        if stage == 0:
+            supply = [training.batch_of(part, 1 + i) for i in range(_INPUT_SETS)]
+            race(subject, steps, systems, supply)
+    errors = {name: notes["errors"] for name, notes in alive(systems).items()}
+    for name, each in errors.items():
+        systems[name] |= {"relative_error": max(each), "right": all(e <= _UPDATE_OFF for e in each)}
+    distance = worst_error(
+        [torch.cat([t.flatten() for t in exact[1]])], [torch.cat([t.flatten() for t in exact[0]])]
+    )
+    found["check"] = verdict(errors, distance, _UPDATE_OFF)
+    for name, step in steps.items():
+        if hasattr(step, "close"):
+            attempt(systems[name], step.close, field="closing_error")
+    return found
+
+
+def prepare_step(subject: Subject, name: str, trainee: training.Trainee) -> tuple[Call, Json]:
+    """A training step that is ready, and what that took."""
+    part = subject.part
+    caches = {variable: str(Path(part.cache, tail)) for variable, tail in _CACHES.items()}
+    args, kwargs = training.batch_of(part, 0)
+    before, start = gpu.memory(part.device, restart=True), time.perf_counter()
+    with environment(caches):
+        step = training.STEPS[name](trainee, (args, kwargs))
+        after_s = []
+        for _ in range(4):
+            step(*args, **kwargs)
+            subject.synchronize()
+            after_s.append(time.perf_counter() - start)
+    peak, held = gpu.memory(part.device, peak=True), gpu.memory(part.device, restart=True)
+    added = {field: held[field] - before[field] for field in held}
+    notes: Json = {"memory": {"before": before, "peak": peak, "held": held, "added": added}}
+    notes |= {"prepare_s": after_s[0], "ready_s": after_s[-1]}
+    return step, notes | ({"explained": explained(step)} if name.startswith("nimble") else {})
 
 
 # ------------------------------------------------------------ the other measurements
@@ -305,6 +380,7 @@ _WORK: dict[str, Callable[[Part, Report], Json]] = {
     "fill": fill,
     "speed": speed,
     "plan": speed,
+    "train": train,
     "cost": cost,
     "call": call_path,
 }
