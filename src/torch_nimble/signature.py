@@ -60,8 +60,8 @@ def check_tensors(structure: Node, tensors: Sequence[torch.Tensor]) -> list[torc
         if tensor.requires_grad and torch.is_grad_enabled():
             raise InputError(
                 f"{input_paths(structure)[i]} requires grad, but a compiled model does not record "
-                "gradients: call it under torch.no_grad() or pass x.detach(); to train, call the "
-                "model itself"
+                "gradients: call it under torch.no_grad() or pass x.detach(); to train, use "
+                "compile_step(), or call the model itself"
             )
         if tensor.layout is not torch.strided or tensor.is_nested:
             kind = "nested" if tensor.is_nested else str(tensor.layout)

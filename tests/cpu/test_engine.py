@@ -441,9 +441,18 @@ def test_interface_of_the_original() -> None:
     assert wrapped.prepare(x, training=False) is wrapped
     assert_close(wrapped(x), eager(model, x))
     assert wrapped.plan.streams == 1
-    with pytest.raises(nimble.OptionError, match="training=True"):
-        wrapped.prepare(x, training=True)
     wrapped.close()
+
+
+def test_interface_of_the_original_for_training() -> None:
+    model, x = mlp().train(), torch.randn(2, 4)
+    wrapped = nimble.compat.Nimble(model)
+    with pytest.warns(nimble.NimbleWarning, match="trained eagerly"):
+        wrapped.prepare(x, training=True)
+    wrapped(x).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    with pytest.raises(nimble.OptionError, match=r"needs a torch\.nn\.Module"):
+        nimble.compat.Nimble(lambda y: y + 1).prepare(x, training=True)
 
 
 def test_own_planner_is_verified_run_and_named(model: nn.Module) -> None:

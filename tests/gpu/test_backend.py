@@ -145,3 +145,26 @@ def test_backward_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
         if step == 1:
             early = len(captures)
     assert len(captures) == early
+
+
+def test_the_original_s_interface_trains() -> None:
+    """Preparing changes nothing; then the caller's own loss, backward and update are eager's."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4)]
+    model = nn.Sequential(*layers).cuda().train()
+    twin = copy.deepcopy(model)
+    x = torch.randn(6, 8, device="cuda")
+    before = copy.deepcopy(model.state_dict())
+    fast = nimble.compat.Nimble(model).prepare(x, training=True)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert all(p.grad is None for p in model.parameters())
+    pairs = [(m, torch.optim.SGD(m.parameters(), lr=0.1)) for m in (model, twin)]
+    for seed in range(5):
+        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(seed)).cuda()
+        for call, (_, optimizer) in zip((fast, twin), pairs, strict=True):
+            optimizer.zero_grad()
+            call(x).square().mean().backward()
+            optimizer.step()
+    for a, b in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
+        assert relative_error(a, b) < 1e-4
