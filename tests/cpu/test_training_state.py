@@ -504,3 +504,19 @@ def test_what_a_module_remembers_outside_of_buffers() -> None:
     twins.step.prepare(rows())
     assert twins.model.last is None
     twins.check_training(batches(3))
+
+
+def test_a_learning_rate_that_changes_at_each_step_makes_nothing_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = mlp()
+    optimizer = adamw(model, weight_decay=0.1)
+    step = nimble.compile_step(mse, model, optimizer, planner=nimble.schedule.serial)
+    step(*rows())
+    taken = []
+    monkeypatch.setattr(type(step), "update_weights", lambda self: taken.append(1))
+    for number in range(3):
+        optimizer.param_groups[0]["lr"] = 0.01 / (number + 1)
+        step(*rows())
+    assert not taken
+    step.close()

@@ -8,7 +8,7 @@ interfaces of torch, looked at in 2.11 and 2.13; nothing else here touches them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -95,11 +95,13 @@ def as_captured(
     module: fx.GraphModule,
     sources: Mapping[str, Source],
     written: Sequence[str],
+    fickle: Collection[str],
     structure: Structure,
 ) -> Captured:
     """A graph of state and batch, in this order, as one that writes its state where that is.
 
-    The last of its results are the new values of what is `written`.
+    The last of its results are the new values of what is `written`. What is `fickle` is state, too:
+    others write it between calls, and nothing is to be made of it ahead.
     """
     graph, targets = module.graph, list(sources)
     _without_detach(graph)
@@ -128,7 +130,7 @@ def as_captured(
         owner=module,
         inputs=tuple(node.name for node in batch),
         constants={node.name: sources[t] for t, node in by_target.items()} | _literals(module),
-        mutated=frozenset(mutated),
+        mutated=frozenset([*mutated, *(by_target[t].name for t in fickle if t in by_target)]),
         output_structure=structure,
     )
 

@@ -174,7 +174,8 @@ class StepAdapter:
                 "the model uses activation checkpointing around random numbers (dropout); a step that "
                 "is captured would draw others when it recomputes. Leave checkpointing or dropout out"
             )
-        return as_captured(module, sources, written, self.output_structure)
+        numbers = [target for target in targets if target.startswith("group.")]
+        return as_captured(module, sources, written, numbers, self.output_structure)
 
     def _functional(
         self, state: Tensors, batch: Sequence[torch.Tensor]
