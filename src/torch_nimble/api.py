@@ -18,7 +18,8 @@ from torch_nimble.plans import Plan
 from torch_nimble.prepare import Progress
 from torch_nimble.schedule import max_concurrency
 from torch_nimble.taskgraph import TaskGraph
-from torch_nimble.training.step import Settings, TrainingStep
+from torch_nimble.training.settings import Settings
+from torch_nimble.training.step import TrainingStep
 from torch_nimble.tree import flatten_inputs
 
 

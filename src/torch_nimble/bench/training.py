@@ -8,6 +8,7 @@ with a batch that none has seen, before and after timing.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from torch import nn
 import torch_nimble as nimble
 from torch_nimble import schedule, zoo
 from torch_nimble.bench.subject import Part
+from torch_nimble.bench.systems import Captured
 from torch_nimble.tree import flatten_inputs, flatten_output, unflatten_inputs
 from torch_nimble.zoo.loading import RECIPES
 
@@ -137,29 +139,9 @@ def _compiled(mode: str) -> Callable[[Trainee, Batch], Step]:
     return make
 
 
-class _WholeStep:
+def _whole_step(trainee: Trainee, batch: Batch) -> Step:
     """An eager step in one CUDA graph, gradients and all."""
-
-    def __init__(self, trainee: Trainee, batch: Batch) -> None:
-        tensors, structure = flatten_inputs(*batch)
-        self._places = [tensor.clone() for tensor in tensors]
-        args, kwargs = unflatten_inputs(structure, self._places)
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                trainee.ordinary_step(trainee.model, *args, **kwargs)
-        torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self._loss = trainee.ordinary_step(trainee.model, *args, **kwargs)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        tensors, _ = flatten_inputs(args, kwargs)
-        for place, value in zip(self._places, tensors, strict=True):
-            place.copy_(value)
-        self.graph.replay()
-        return self._loss.clone()
+    return Captured(functools.partial(trainee.ordinary_step, trainee.model), batch)
 
 
 def _nimble(trainee: Trainee, batch: Batch) -> Step:
@@ -176,7 +158,7 @@ def _nimble_serial(trainee: Trainee, batch: Batch) -> Step:
 
 STEPS: dict[str, Callable[[Trainee, Batch], Step]] = {
     "eager": _eager,
-    "cudagraph": _WholeStep,
+    "cudagraph": _whole_step,
     "compile": _compiled("default"),
     "reduce-overhead": _compiled("reduce-overhead"),
     "nimble-serial": _nimble_serial,

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from torch_nimble.capture.traced import attributes_kept
 from torch_nimble.devices import Device
-from torch_nimble.errors import CaptureError, InputError, OptionError, StateError
+from torch_nimble.errors import InputError, StateError
 from torch_nimble.options import Options
 from torch_nimble.planned import Planned
 from torch_nimble.prepare import Progress
@@ -21,7 +19,6 @@ from torch_nimble.prepared import Prepared
 from torch_nimble.signature import Signature, check_tensors
 from torch_nimble.touched import Tables
 from torch_nimble.training.adapter import (
-    LossFunction,
     Phase,
     Step,
     StepAdapter,
@@ -31,38 +28,20 @@ from torch_nimble.training.adapter import (
 from torch_nimble.training.parallel import Processes
 from torch_nimble.training.rules import rule_of
 from torch_nimble.training.scaling import Scaling
+from torch_nimble.training.settings import Settings, any_hooks, check_settings, refuse_hooks
 from torch_nimble.training.state import CountsApartError, StepState
 from torch_nimble.tree import Node, flatten_inputs, unflatten_inputs
 from torch_nimble.weights import ModuleWatch
 
-_ON_GRADIENT = operator.attrgetter("_backward_hooks")
-_ON_ACCUMULATED = operator.attrgetter("_post_accumulate_grad_hooks")
-
-
 _UPDATING = ("", "last batch", "update")
 """The parts of a step that end with an update."""
-
-
-@dataclass(frozen=True, eq=False)
-class Settings:
-    """What `compile_step()` was asked for."""
-
-    loss_fn: LossFunction
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    clip_norm: float | None = None
-    keep_grads: bool = False
-    accumulate: int = 1
-    scaler: torch.amp.GradScaler | None = None
-    check_finite: bool = False
-    distributed: dist.ProcessGroup | bool = False
 
 
 class TrainingStep(Planned):
     """A training step with prepared plans: `loss = step(*batch)`; see `compile_step()`."""
 
     def __init__(self, settings: Settings, options: Options, progress: Progress) -> None:
-        _check_settings(settings)
+        check_settings(settings)
         self._settings = settings
         self._adapters: dict[Signature, StepAdapter] = {}
         self._batches = 0
@@ -302,7 +281,7 @@ class TrainingStep(Planned):
             self._left is not None
             and self._left[0].untouched()
             and self._step.state.marks() == self._left[1]
-            and not _any_hooks(self._parameters)
+            and not any_hooks(self._parameters)
             and self._callee.reaches_the_same()
         ):
             self._step.state.refresh()
@@ -338,7 +317,7 @@ class TrainingStep(Planned):
         Modules, names that the loss function uses, parameters, switches of the optimizer.
         """
         self._left = None
-        _refuse_hooks(self.model)
+        refuse_hooks(self.model)
         if not (
             self._modules_watch.unchanged()
             and self._callee.reaches_the_same()
@@ -416,45 +395,3 @@ def _processes(settings: Settings) -> Processes | None:
     made = Processes(None if group is True else group)
     made.begin(settings.model)
     return made
-
-
-def _check_settings(settings: Settings) -> None:
-    model, optimizer = settings.model, settings.optimizer
-    if not isinstance(model, nn.Module):
-        raise OptionError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise OptionError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise OptionError("LBFGS calls the loss itself, several times a step; use the model without us")
-    if not callable(settings.loss_fn):
-        raise OptionError(f"loss_fn must be a function, not {type(settings.loss_fn).__name__}")
-    norm = settings.clip_norm
-    if norm is not None and not (type(norm) in (int, float) and norm > 0):
-        raise OptionError(f"clip_norm must be a positive number, not {norm!r}")
-    if settings.accumulate < 1:
-        raise OptionError(f"accumulate must be at least 1, not {settings.accumulate}")
-    if settings.scaler is not None and not isinstance(settings.scaler, torch.amp.GradScaler):
-        raise OptionError(f"scaler must be a GradScaler, not {type(settings.scaler).__name__}")
-    if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
-        raise InputError("no parameter of the optimizer requires grad; there is nothing to train")
-
-
-def _any_hooks(parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether gradients have hooks; looked for in every call."""
-    return any(map(_ON_GRADIENT, parameters)) or any(map(_ON_ACCUMULATED, parameters))
-
-
-def _refuse_hooks(model: nn.Module) -> None:
-    """CaptureError for hooks that autograd would call, and a plan does not."""
-    for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise CaptureError(
-                f"the parameter {name!r} has hooks on its gradient, which a plan would not call; remove "
-                "them, and do what they do in the loss function or after the step (keep_grads=True)"
-            )
-    for path, module in model.named_modules():
-        if module._backward_hooks or module._backward_pre_hooks:
-            raise CaptureError(
-                f"the module {path or 'itself'!r} has backward hooks, which a plan would not call; "
-                "remove them"
-            )

@@ -1,0 +1,75 @@
+"""What `compile_step()` is asked for, and what it refuses."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torch_nimble.errors import CaptureError, InputError, OptionError
+
+_ON_GRADIENT = operator.attrgetter("_backward_hooks")
+_ON_ACCUMULATED = operator.attrgetter("_post_accumulate_grad_hooks")
+
+
+@dataclass(frozen=True, eq=False)
+class Settings:
+    """What `compile_step()` was asked for."""
+
+    loss_fn: Callable[..., Any]
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    clip_norm: float | None = None
+    keep_grads: bool = False
+    accumulate: int = 1
+    scaler: torch.amp.GradScaler | None = None
+    check_finite: bool = False
+    distributed: dist.ProcessGroup | bool = False
+
+
+def check_settings(settings: Settings) -> None:
+    """OptionError or InputError for what cannot be meant, before anything is changed."""
+    model, optimizer = settings.model, settings.optimizer
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise OptionError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise OptionError("LBFGS calls the loss itself, several times a step; use the model without us")
+    if not callable(settings.loss_fn):
+        raise OptionError(f"loss_fn must be a function, not {type(settings.loss_fn).__name__}")
+    norm = settings.clip_norm
+    if norm is not None and not (type(norm) in (int, float) and norm > 0):
+        raise OptionError(f"clip_norm must be a positive number, not {norm!r}")
+    if settings.accumulate < 1:
+        raise OptionError(f"accumulate must be at least 1, not {settings.accumulate}")
+    if settings.scaler is not None and not isinstance(settings.scaler, torch.amp.GradScaler):
+        raise OptionError(f"scaler must be a GradScaler, not {type(settings.scaler).__name__}")
+    if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
+        raise InputError("no parameter of the optimizer requires grad; there is nothing to train")
+
+
+def any_hooks(parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether gradients have hooks; looked for in every call."""
+    return any(map(_ON_GRADIENT, parameters)) or any(map(_ON_ACCUMULATED, parameters))
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """CaptureError for hooks that autograd would call, and a plan does not."""
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise CaptureError(
+                f"the parameter {name!r} has hooks on its gradient, which a plan would not call; remove "
+                "them, and do what they do in the loss function or after the step (keep_grads=True)"
+            )
+    for path, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise CaptureError(
+                f"the module {path or 'itself'!r} has backward hooks, which a plan would not call; "
+                "remove them"
+            )
