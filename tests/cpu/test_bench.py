@@ -516,6 +516,7 @@ def test_training_steps_are_compared_with_one_in_float64(
 
     monkeypatch.setitem(training.STEPS, "nimble", half_as_far)
     assert worker.work(part)["check"]["accepted"] is False
+    assert worker.work(replace(part, systems=("nimble",)))["check"]["accepted"] is False
 
 
 def test_onnx_runtime_takes_part(brief: Part) -> None:
