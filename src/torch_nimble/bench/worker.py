@@ -75,13 +75,29 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 
 def prepare(subject: Subject, name: str, samples: Sequence[Inputs]) -> tuple[Call, Json]:
     """A system ready for every sample; and what that took."""
-    part, system = subject.part, BY_NAME[name]
+    system = BY_NAME[name]
+    firsts = samples[:1] if system.serves_many_sizes else samples
+
+    def make() -> list[Call]:
+        return [system.make(subject, sample) for sample in firsts]
+
+    return made_ready(subject, name, make, samples, system.preparing)
+
+
+def made_ready(
+    subject: Subject,
+    name: str,
+    make: Callable[[], list[Call]],
+    samples: Sequence[Inputs],
+    preparing: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+) -> tuple[Call, Json]:
+    """What `make` makes, called until nothing is new to it; and what that took."""
+    part = subject.part
     caches = {variable: str(Path(part.cache, tail)) for variable, tail in _CACHES.items()}
     before = gpu.memory(part.device, restart=True)
     start = time.perf_counter()
-    with environment(caches), system.preparing():
-        firsts = samples[:1] if system.serves_many_sizes else samples
-        calls = [system.make(subject, sample) for sample in firsts]
+    with environment(caches), preparing():
+        calls = make()
         after_s = []
         for _ in range(4):  # torch.compile records its graph at the second call
             for call, (args, kwargs) in zip(itertools.cycle(calls), samples, strict=False):
@@ -298,22 +314,8 @@ def _train(part: Part, report: Report) -> Json:
 
 def prepare_step(subject: Subject, name: str, trainee: training.Trainee) -> tuple[Call, Json]:
     """A training step that is ready, and what that took."""
-    part = subject.part
-    caches = {variable: str(Path(part.cache, tail)) for variable, tail in _CACHES.items()}
-    args, kwargs = training.batch_of(part, 0)
-    before, start = gpu.memory(part.device, restart=True), time.perf_counter()
-    with environment(caches):
-        step = training.STEPS[name](trainee, (args, kwargs))
-        after_s = []
-        for _ in range(4):
-            step(*args, **kwargs)
-            subject.synchronize()
-            after_s.append(time.perf_counter() - start)
-    peak, held = gpu.memory(part.device, peak=True), gpu.memory(part.device, restart=True)
-    added = {field: held[field] - before[field] for field in held}
-    notes: Json = {"memory": {"before": before, "peak": peak, "held": held, "added": added}}
-    notes |= {"prepare_s": after_s[0], "ready_s": after_s[-1]}
-    return step, notes | ({"explained": explained(step)} if name.startswith("nimble") else {})
+    batch = training.batch_of(subject.part, 0)
+    return made_ready(subject, name, lambda: [training.STEPS[name](trainee, batch)], [batch])
 
 
 # ------------------------------------------------------------ the other measurements
