@@ -362,7 +362,7 @@ def test_plans_that_disagree_with_eager_are_not_used(monkeypatch: pytest.MonkeyP
     model = ready(narrow())
     with nimble.compile(model) as fast:
         with monkeypatch.context() as patch:
-            patch.setattr("torch_nimble.prepare.agrees", lambda *_: False)
+            patch.setattr("torch_nimble.trial.Trial.compare", lambda *_: (1.0, False))
             assert_falls_back(fast, model, lambda: rows(4), "no plan agrees with eager")
         fast.update_weights()
         with warnings.catch_warnings():

@@ -94,6 +94,7 @@ def made_ready(
     """What `make` makes, called until nothing is new to it; and what that took."""
     part = subject.part
     caches = {variable: str(Path(part.cache, tail)) for variable, tail in _CACHES.items()}
+    gc.collect()
     before = gpu.memory(part.device, restart=True)
     start = time.perf_counter()
     with environment(caches), preparing():

@@ -326,7 +326,8 @@ class StepAdapter:
                 prefix + kind: v for kind, v in kept.items() if prefix + kind in after and v is not None
             }
             if step.rule is not None and step.rule.counts_steps and "step" in kept:
-                after[f"counter.{member.counter}"] = torch.as_tensor(kept["step"]).double()
+                target = f"counter.{member.counter}"
+                after[target] = torch.as_tensor(kept["step"]).to(after[target])
         return tuple(results), {target: value.detach() for target, value in after.items()}
 
     def _eager_gradients(
