@@ -186,7 +186,7 @@ class Planned(ABC):
         """Raise for a model that could not be captured; InputError if eager refuses the inputs too."""
         try:
             with generators_kept():
-                adapter.eager([tensor.clone() for tensor in tensors], copy_parameters=True)
+                adapter.eager([tensor.clone() for tensor in tensors], torch.clone)
         except CaptureError:
             raise error from None
         except Exception as reason:

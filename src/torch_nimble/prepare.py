@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_nimble.capture import Traceable, examples, generators_kept
+from torch_nimble.capture import Captured, Traceable, examples, generators_kept
 from torch_nimble.devices import Device, Entry, Executable, RefusedError
 from torch_nimble.errors import CaptureError, InputError
 from torch_nimble.execute.autocast import autocast_off
@@ -24,6 +24,7 @@ from torch_nimble.execute.check import agrees
 from torch_nimble.execute.measure import fastest
 from torch_nimble.explain import Candidate, not_tried
 from torch_nimble.lower import Lowered
+from torch_nimble.lower.observe import tensors_in
 from torch_nimble.options import Options
 from torch_nimble.plans import Plan
 from torch_nimble.trial import Trial
@@ -32,6 +33,7 @@ from torch_nimble.weights import FoldedConstants
 log = logging.getLogger("torch_nimble")
 
 Progress = Callable[[str], None]
+_TF32_ROUNDING = 2.0**-10
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +100,8 @@ def _prepare(
     with stages("lower"):
         lowerings = device.lowerings(adapter, tensors, captured, options, notes)
     with stages("fold constants"):
-        trials = [Trial(adapter, lowered, tensors, folded) for lowered in lowerings]
+        rounding = _rounding(captured, device)
+        trials = [Trial(adapter, lowered, tensors, folded, rounding) for lowered in lowerings]
     with stages("run eager"):
         reference = _reference(adapter, trials[0], tensors)
     entries: list[Entry] = []
@@ -141,6 +144,19 @@ def _prepare(
         stages_s=dict(stages.seconds),
         memory_bytes=winner.memory_bytes,
     )
+
+
+def _rounding(captured: Captured, device: Device) -> float:
+    """That of the coarsest numbers that a graph computes with."""
+    found = {
+        value.dtype
+        for node in captured.graph.nodes
+        for value in tensors_in(node.meta.get("val"))
+        if value.is_floating_point()
+    }
+    exact = [torch.finfo(dtype).eps for dtype in found]
+    coarse = [_TF32_ROUNDING] if torch.float32 in found and device.allowed_error(torch.float32) else []
+    return max([*exact, *coarse], default=0.0)
 
 
 def _reference(adapter: Traceable, trial: Trial, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 
-from torch_nimble.capture import TorchGenerators, Traceable, generators_kept
+from torch_nimble.capture import StandIn, TorchGenerators, Traceable, generators_kept
 from torch_nimble.execute.check import TOLERANCE, joined_error
 from torch_nimble.lower import Lowered
 from torch_nimble.weights import FoldedConstants
 
 _ROUNDINGS = 4
+# Weights shaken by one rounding move results less than roundings everywhere do; and what is off by half
+# is off, whatever eager would do.
+_SHAKEN, _MOST = 4.0, 0.5
 Run = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
 
@@ -26,8 +29,12 @@ class Trial:
         lowered: Lowered,
         tensors: Sequence[torch.Tensor],
         folded: FoldedConstants,
+        rounding: float = 0.0,
     ) -> None:
+        """`rounding` is that of the coarsest numbers computed with."""
         self._adapter = adapter
+        self._rounding = rounding
+        self._shaken: list[torch.Tensor] | None = None
         self.lowered = lowered
         self.constants = folded.evaluate(lowered.program)
         program = lowered.program
@@ -46,14 +53,17 @@ class Trial:
         self.copied_constants = {**self.constants, **self._copies}
         self._generators = TorchGenerators()
 
-    def eager(self) -> list[torch.Tensor]:
-        """What the model itself returns and leaves in what it writes, from the caller's random state."""
+    def eager(self, stand_in: StandIn | None = None) -> list[torch.Tensor]:
+        """What the model itself returns and leaves in what it writes, from the caller's random state.
+
+        With `stand_in`, on what that makes of each parameter.
+        """
         copies = [
             tensor.clone() if written else tensor
             for tensor, written in zip(self.given, self._written, strict=True)
         ]
         with generators_kept():
-            results, buffers = self._adapter.eager(copies)
+            results, buffers = self._adapter.eager(copies, stand_in)
         sources = self.lowered.program.sources
         return [
             *(result.detach() for result in results),
@@ -76,7 +86,11 @@ class Trial:
         reference: Sequence[torch.Tensor],
         allowed: Callable[[torch.dtype], float | None],
     ) -> tuple[float, bool]:
-        """The largest error of what `run` gave against what `eager` gave, and whether all is right."""
+        """The largest error of what `run` gave against what `eager` gave, and whether all is right.
+
+        Where eager's own results move by more than is usual when its weights are shaken by a rounding,
+        as gradients through many layers do, as much is allowed.
+        """
         if len(results) != len(reference):
             return math.inf, False
         groups: dict[tuple[Any, ...], list[int]] = {}
@@ -84,23 +98,57 @@ class Trial:
             groups.setdefault(key, []).append(i)
         worst, right = 0.0, True
         for (_, slack, dtype), places in groups.items():
-            found, wanted = [results[i] for i in places], [reference[i] for i in places]
             tolerance = allowed(dtype) or TOLERANCE.get(dtype, 0.0)
             if slack is not None:
-                before = [self._before(i - self._results_of(reference)) for i in places]
-                right &= _moved_alike(found, wanted, before, max(slack, tolerance))
-                continue
-            error = joined_error(found, wanted)
-            worst, right = max(worst, error), right and error <= tolerance
+                tolerance = max(slack, tolerance)
+            error = self._error(results, reference, places, slack is not None)
+            if tolerance < error <= _MOST and self._rounding:
+                noise = self._error(self._shake(), reference, places, slack is not None)
+                tolerance = max(tolerance, min(_SHAKEN * noise, _MOST))
+            if slack is None:
+                worst = max(worst, error)
+            right = right and error <= tolerance
         return worst, right
+
+    def _error(
+        self,
+        results: Sequence[torch.Tensor],
+        reference: Sequence[torch.Tensor],
+        places: Sequence[int],
+        by_moves: bool,
+    ) -> float:
+        """Of some values as one vector."""
+        found, wanted = [results[i] for i in places], [reference[i] for i in places]
+        if not by_moves:
+            return joined_error(found, wanted)
+        return _share_missed(found, wanted, [self._before(i, reference) for i in places])
+
+    def _shake(self) -> list[torch.Tensor]:
+        """What eager gives with weights that are off by a rounding; nobody's generator is used."""
+        if self._shaken is None:
+            generators: dict[torch.device, torch.Generator] = {}
+
+            def shaken(tensor: torch.Tensor) -> torch.Tensor:
+                if not tensor.is_floating_point():
+                    return tensor.clone()
+                device = tensor.device
+                if device not in generators:
+                    generators[device] = torch.Generator(device).manual_seed(0)
+                by = torch.rand(
+                    tensor.shape, generator=generators[device], device=device, dtype=torch.float32
+                )
+                return (tensor * (1 + self._rounding * (2 * by - 1))).to(tensor.dtype)
+
+            self._shaken = self.eager(shaken)
+        return self._shaken
 
     def _results_of(self, reference: Sequence[torch.Tensor]) -> int:
         """How many of the values that are compared are results."""
         return len(reference) - len(self._state) - sum(self._written)
 
-    def _before(self, place: int) -> torch.Tensor:
+    def _before(self, place: int, reference: Sequence[torch.Tensor]) -> torch.Tensor:
         """What stood in a tensor of the state before the run."""
-        return list(self._state.values())[place]
+        return list(self._state.values())[place - self._results_of(reference)]
 
     def _keys(self, reference: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
         """For each value what it is compared together with: results and inputs with nothing else."""
@@ -120,15 +168,12 @@ class Trial:
         self._generators.restore()
 
 
-def _moved_alike(
-    found: Sequence[torch.Tensor],
-    wanted: Sequence[torch.Tensor],
-    before: Sequence[torch.Tensor],
-    share: float,
-) -> bool:
-    """Whether all moved from where they were as eager's did, but for a share of it and for rounding."""
+def _share_missed(
+    found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], before: Sequence[torch.Tensor]
+) -> float:
+    """By what share of their way all are off from where eager's went, rounding aside."""
     if not all(torch.equal(a.isfinite(), b.isfinite()) for a, b in zip(found, wanted, strict=True)):
-        return False
+        return math.inf
     before, found, ends = (list(map(_wide, tensors)) for tensors in (before, found, wanted))
     moves = [b - a for a, b in zip(before, ends, strict=True)]
     misses = [b - a for a, b in zip(found, ends, strict=True)]
@@ -136,7 +181,10 @@ def _moved_alike(
         math.hypot(*(torch.linalg.vector_norm(t.nan_to_num(0.0, 0.0, 0.0)).item() for t in tensors))
         for tensors in (moves, misses, ends)
     )
-    return missed <= share * moved + _ROUNDINGS * torch.finfo(wanted[0].dtype).eps * size
+    missed -= _ROUNDINGS * torch.finfo(wanted[0].dtype).eps * size
+    if missed <= 0:
+        return 0.0
+    return missed / moved if moved > 0 else math.inf
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

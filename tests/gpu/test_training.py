@@ -12,8 +12,6 @@ from torch import nn
 import torch_nimble as nimble
 from cpu.training_parts import classify, convnet, gpt, images, mlp, mse, next_token, rows, text
 from gpu.helpers import relative_error
-from torch_nimble.planned import Planned
-from torch_nimble.training.step import TrainingStep
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -25,11 +23,6 @@ OPTIMIZERS: dict[str, Make] = {
     "adam": lambda m: torch.optim.Adam(m.parameters(), lr=1e-3, amsgrad=True),
     "adamw": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3, weight_decay=0.1),
 }
-
-
-@pytest.fixture(autouse=True)
-def _planned_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TrainingStep, "_device", Planned._device)
 
 
 NETWORKS = {

@@ -7,6 +7,7 @@ from torch_nimble.capture.inference import (
     AutocastState,
     Captured,
     Source,
+    StandIn,
     Traceable,
     capture,
 )
@@ -19,6 +20,7 @@ __all__ = [
     "Callee",
     "Captured",
     "Source",
+    "StandIn",
     "TorchGenerators",
     "Traceable",
     "capture",

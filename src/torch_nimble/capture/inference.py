@@ -14,7 +14,7 @@ import operator
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -166,6 +166,9 @@ def _writes_only_its_own(graph: fx.Graph) -> bool:
     return True
 
 
+StandIn = Callable[[torch.Tensor], torch.Tensor]
+
+
 class Traceable(Protocol):
     """What plans are made for: it can be captured, and be run eagerly without a trace."""
 
@@ -181,9 +184,12 @@ class Traceable(Protocol):
         """The graph of one call with tensors like these."""
 
     def eager(
-        self, tensors: Sequence[torch.Tensor], *, copy_parameters: bool = False
+        self, tensors: Sequence[torch.Tensor], stand_in: StandIn | None = None
     ) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
-        """What a call returns and what it leaves in its state, by target; nothing is changed."""
+        """What a call returns and what it leaves in its state, by target; nothing is changed.
+
+        With `stand_in`, it runs on what that makes of each parameter.
+        """
 
     def together(self, target: str) -> tuple[str, float | None]:
         """The name under which state is compared with eager's: what has one name is one vector.
@@ -250,12 +256,12 @@ class Adapter(nn.Module):
             )
 
     def eager(
-        self, tensors: Sequence[torch.Tensor], *, copy_parameters: bool = False
+        self, tensors: Sequence[torch.Tensor], stand_in: StandIn | None = None
     ) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
         """What the callee returns, and its buffers afterwards: it runs on copies of them."""
         copies = {name: buffer.clone() for name, buffer in self.named_buffers()}
-        if copy_parameters:
-            copies |= {name: p.detach().clone() for name, p in self.named_parameters()}
+        if stand_in is not None:
+            copies |= {name: stand_in(p.detach()) for name, p in self.named_parameters()}
         known = ParametersKnown(self.callee, self.parameters())
         with torch.no_grad(), known, replaced(self, copies):
             result: tuple[torch.Tensor, ...] = self(*tensors)

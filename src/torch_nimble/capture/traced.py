@@ -34,7 +34,7 @@ def trace(function: Function, examples: Sequence[torch.Tensor]) -> fx.GraphModul
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def honest(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
-        with _OpenWrites():
+        with _OpenWrites():  # type: ignore[no-untyped-call]
             return function(*tensors)
 
     mode = FakeTensorMode()
@@ -44,7 +44,7 @@ def trace(function: Function, examples: Sequence[torch.Tensor]) -> fx.GraphModul
     return made
 
 
-class _OpenWrites(TorchDispatchMode):
+class _OpenWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Says aloud what an operator writes behind its schema's back: cuDNN's batch norm, its statistics.
 
     Functionalising goes by schemas. Gradients go through torch's own batch norm, too, which need not be

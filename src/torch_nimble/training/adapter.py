@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from torch_nimble.capture import MODEL_LOCK, AutocastState, Callee, Captured
+from torch_nimble.capture import MODEL_LOCK, AutocastState, Callee, Captured, StandIn
 from torch_nimble.capture.failure import explain_failure
 from torch_nimble.capture.isolation import Assignments, refusing_frozen_draws, replaced
 from torch_nimble.capture.traced import (
@@ -296,12 +296,19 @@ class StepAdapter:
     # ------------------------------------------------------------ eager
 
     def eager(
-        self, tensors: Sequence[torch.Tensor], *, copy_parameters: bool = True
+        self, tensors: Sequence[torch.Tensor], stand_in: StandIn | None = None
     ) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
-        """What PyTorch itself does, on copies: results, and all state afterwards by target."""
+        """What PyTorch itself does, on copies: results, and all state afterwards by target.
+
+        Parameters that something else stood in for are told as if they had moved from where they are.
+        """
         step = self._step
-        held = {t: s.tensor() for t, s in step.state.sources().items()}
-        after = {t: v.detach().clone() for t, v in held.items() if v is not None}
+        held = {t: v for t, s in step.state.sources().items() if (v := s.tensor()) is not None}
+        after = {t: v.detach().clone() for t, v in held.items()}
+        begun: dict[str, torch.Tensor] = {}
+        if stand_in is not None:
+            begun = {t: stand_in(after[t]) for t, v in held.items() if isinstance(v, nn.Parameter)}
+            after |= {target: value.clone() for target, value in begun.items()}
         own = _under("model", after)
         trained = {m.name: own[m.name] for m in step.state.members if m.parameter.requires_grad}
         for parameter in trained.values():
@@ -328,6 +335,7 @@ class StepAdapter:
             if step.rule is not None and step.rule.counts_steps and "step" in kept:
                 target = f"counter.{member.counter}"
                 after[target] = torch.as_tensor(kept["step"]).to(after[target])
+        after |= {t: after[t].detach() - (value - held[t]) for t, value in begun.items()}
         return tuple(results), {target: value.detach() for target, value in after.items()}
 
     def _eager_gradients(

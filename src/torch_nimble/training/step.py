@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from torch_nimble.capture.traced import attributes_kept
-from torch_nimble.devices import Device
 from torch_nimble.errors import InputError, StateError
 from torch_nimble.options import Options
 from torch_nimble.planned import Planned
@@ -244,14 +243,6 @@ class TrainingStep(Planned):
         return result
 
     # ------------------------------------------------------------ preparing
-
-    def _device(self, tensors: Sequence[torch.Tensor]) -> Device | None:
-        """Only the CPU's so far: no plan of a step has been seen to work on a GPU yet."""
-        device = super()._device(tensors)
-        if device is not None and device.device.type != "cpu":
-            self._fall_back("training steps are not planned for GPUs yet", "train on the CPU")
-            return None
-        return device
 
     def _prepare(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Prepared | None:
         try:
