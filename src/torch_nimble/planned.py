@@ -82,7 +82,11 @@ class Planned(ABC):
         prepared = self._prepared.get(signature)
         if prepared is None or not self._take_in_weights(prepared):
             prepared = self._on_new(signature, structure, tensors)
-        reason = None if prepared is None else prepared.refusal(tensors)
+        return None if prepared is None else self._unless_refused(prepared, tensors)
+
+    def _unless_refused(self, prepared: Prepared, tensors: Sequence[torch.Tensor]) -> Prepared | None:
+        """The plan, unless a call with these must not be run by it."""
+        reason = prepared.refusal(tensors)
         if reason is not None:
             self._fall_back(reason, "pass tensors that do not share memory")
             return None

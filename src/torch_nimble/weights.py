@@ -225,6 +225,8 @@ class Watch:
         ]
         whole = {id(table) for table in self._tables}
         self._single = [(s.table, s.key) for s in sources.values() if id(s.table) not in whole]
+        others = {id(table): table for table, _ in self._single}
+        self._touched = Tables([*self._tables, *others.values()])
         self._tensors = self._now()
         # State is written by the plan itself, and read anew each time.
         self._counted = [
@@ -235,6 +237,7 @@ class Watch:
         self._versions = list(map(_VERSION, self._counted))
         self._located = [tensor for tensor in tensors.values() if tensor is not None]
         self._addresses = list(map(_DATA_PTR, self._located))
+        self._places = list(range(len(self._located)))
         self._looks = _looks(self._tensors)
         self._steps = _optimizer_steps[0]
 
@@ -247,13 +250,19 @@ class Watch:
 
         `Module.to` and `p.data = q` exchange the memory of a parameter, which moves no counter.
         """
+        return (self._touched.untouched() or self._holds_the_same()) and self.as_they_were()
+
+    def _holds_the_same(self) -> bool:
+        """Whether tables that somebody has touched have the same tensors in them."""
         now = self._now()
+        return len(now) == len(self._tensors) and all(map(operator.is_, now, self._tensors))
+
+    def as_they_were(self) -> bool:
+        """Whether nobody has written the tensors, or given them other memory."""
         return (
-            len(now) == len(self._tensors)
-            and all(map(operator.is_, now, self._tensors))
+            self._steps == _optimizer_steps[0]
             and self._versions == list(map(_VERSION, self._counted))
-            and self._addresses == list(map(_DATA_PTR, self._located))
-            and self._steps == _optimizer_steps[0]
+            and _same_addresses(self._located, self._addresses, self._places)
         )
 
     def fits(self) -> bool:
@@ -282,17 +291,10 @@ class Tripwire:
         self._watch = watch
         inner = [t for m in modules.modules for t in (m._parameters, m._buffers, m._modules)]
         self._tables = Tables([*modules._tables, *modules._hooks, *inner])
-        self._all = list(range(len(watch._located)))
 
     def untouched(self) -> bool:
         """Whether no table, tensor, hook or optimizer has done anything."""
-        watch = self._watch
-        return (
-            self._tables.untouched()
-            and watch._steps == _optimizer_steps[0]
-            and watch._versions == list(map(_VERSION, watch._counted))
-            and _same_addresses(watch._located, watch._addresses, self._all)
-        )
+        return self._tables.untouched() and self._watch.as_they_were()
 
 
 def _compared(tensors: list[torch.Tensor], addresses: list[int], indices: list[int]) -> bool:

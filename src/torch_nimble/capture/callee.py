@@ -19,6 +19,7 @@ from torch import nn
 from torch_nimble.errors import InputError, OptionError
 
 _PLAIN = (bool, int, float, complex, str)
+_NOT_FOLLOWED = ("torch", "torch_nimble")
 
 
 class Callee:
@@ -126,7 +127,7 @@ def _modules_among(reached: list[tuple[str, Any]]) -> dict[str, nn.Module]:
 def _reachable(target: Any, seen: frozenset[int] = frozenset()) -> Iterator[tuple[str, Any]]:
     """Named values that calling the target may use: modules, and what a function has bound.
 
-    Functions that it calls by name are followed, unless they are torch's.
+    Functions that it calls by name are followed, unless they are torch's or ours.
     """
     if isinstance(target, nn.Module):
         yield "model", target
@@ -146,7 +147,7 @@ def _reachable(target: Any, seen: frozenset[int] = frozenset()) -> Iterator[tupl
     if not inspect.isfunction(target):
         return
     function = inspect.unwrap(target)
-    if id(function) in seen or (function.__module__ or "").split(".")[0] == "torch":
+    if id(function) in seen or (function.__module__ or "").split(".")[0] in _NOT_FOLLOWED:
         return
     seen |= {id(function)}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):

@@ -56,6 +56,7 @@ class CudaExecutable:
         self._bound = [i for i, slot in slots if slot.mutated or slot.bound]
         self._addresses: dict[str, int] = {}  # of the constants, as the graphs know them
         self._borrowed: frozenset[str] = frozenset()  # constants that lie in the model's own memory
+        self._counted: list[Tensor] = []  # state that the graphs write
 
     # ------------------------------------------------------------ capturing
 
@@ -101,6 +102,8 @@ class CudaExecutable:
             or tensor.untyped_storage().data_ptr() in models
         )
         self._addresses = {name: tensor.data_ptr() for name, tensor in self.constants.items()}
+        written = [self.constants[name] for name in sorted(program.state & program.constants)]
+        self._counted = [tensor for tensor in written if not tensor.is_inference()]
         self._forget_bindings()
 
     def _forget_bindings(self) -> None:
@@ -206,10 +209,10 @@ class CudaExecutable:
 
     def _count_writes(self, tensors: Sequence[Tensor]) -> None:
         """A replay moves no version counter, by which others know that what they made is old."""
-        state = self.lowered.program.state
-        written = [self.constants[name] for name in state if name in self.constants]
-        written += [tensors[i] for i in self._written]
-        counted = [tensor for tensor in written if not tensor.is_inference()]
+        counted = self._counted
+        if self._written:
+            inputs = [tensors[i] for i in self._written]
+            counted = [*counted, *(tensor for tensor in inputs if not tensor.is_inference())]
         if counted:
             torch.autograd.graph.increment_version(counted)
 
@@ -252,6 +255,7 @@ class CudaExecutable:
             self.room.wait()
         self._forget_bindings()
         self.constants = {}
+        self._counted = []
 
 
 class Binding:

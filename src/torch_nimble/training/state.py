@@ -84,6 +84,8 @@ class StepState:
         self._counts: Table = {}
         self._published: set[str] = set()
         self._seen: dict[str, tuple[Any, int]] = {}
+        self._standing: tuple[frozenset[str], dict[str, torch.Tensor]] | None = None
+        """What the optimizer was given after the last step, for as long as nobody touches it."""
         if rule is not None:
             for member in self.members:
                 known = optimizer.state.get(member.parameter) or {}
@@ -167,6 +169,7 @@ class StepState:
         A checkpoint that was loaded has brought other tensors; their values go into ours. False if
         parameters of one counter have come apart, by steps that others made.
         """
+        self._standing = None
         if self._rule is None:
             return True
         self.refresh()
@@ -262,6 +265,20 @@ class StepState:
 
     def publish(self, updated: frozenset[str]) -> None:
         """After a step: what is kept stands in the caller's optimizer, gradients in its parameters."""
+        if self._standing is None or self._standing[0] is not updated:
+            self._standing = updated, self._put_in_place(updated)
+        steps = self._standing[1]
+        if self._gradients:
+            for member in self.members:
+                found = self._gradients.get(member.name)
+                member.parameter.grad = found if member.name in updated else None
+        self._counted = self._scaling is None
+        if steps and self._counted:
+            torch._foreach_add_(list(steps.values()), 1)
+        self._seen |= {name: (step, _version(step)) for name, step in steps.items()}
+
+    def _put_in_place(self, updated: frozenset[str]) -> dict[str, torch.Tensor]:
+        """Let the caller's optimizer have what is kept for these; their step counts, if any."""
         steps: dict[str, torch.Tensor] = {}
         for member in self.members:
             if member.name in updated and self._kept.get(member.name):
@@ -273,13 +290,7 @@ class StepState:
                     if _STEP not in known:
                         known[_STEP] = self._step_of(member)
                     steps[member.name] = known[_STEP]
-            if self._gradients:
-                found = self._gradients.get(member.name)
-                member.parameter.grad = found if member.name in updated else None
-        self._counted = self._scaling is None
-        if steps and self._counted:
-            torch._foreach_add_(list(steps.values()), 1)
-        self._seen |= {name: (step, _version(step)) for name, step in steps.items()}
+        return steps
 
     def _step_of(self, member: Member) -> torch.Tensor:
         """A step count as torch.optim makes it: on the CPU, unless the update reads it on the device."""

@@ -104,10 +104,13 @@ class TrainingStep(Planned):
                 self._begin_anew()
             return self._eager(structure, tensors)
         self._follow()
-        known = self._prepared.get(self._signature(structure, tensors))
-        if known is not None and not known.watch.unchanged():
-            self._look_at_all()  # memory was exchanged, perhaps for another kind
-        prepared = self._plan_for(structure, tensors)
+        prepared = self._prepared.get(self._signature(structure, tensors))
+        if prepared is not None and prepared.watch.unchanged():
+            prepared = self._unless_refused(prepared, tensors)
+        else:
+            if prepared is not None:
+                self._look_at_all()  # memory was exchanged, perhaps for another kind
+            prepared = self._plan_for(structure, tensors)
         if prepared is None:
             return self._eager(structure, tensors)
         adapter = self._adapters[prepared.signature]
@@ -281,26 +284,28 @@ class TrainingStep(Planned):
 
     def _leave(self) -> None:
         """Remember how everything is left after a step."""
-        inner = [
-            table
-            for module in self._modules_watch.modules
-            for table in (vars(module), module._parameters, module._buffers, module._modules)
-        ]
-        hooks = [
+        state = self._step.state
+        if self._left is None or not self._left[0].untouched():
+            self._left = Tables([*self._module_tables(), *state.tables()]), state.marks()
+        else:
+            self._left = self._left[0], state.marks()
+
+    def _module_tables(self) -> list[dict[Any, Any]]:
+        """All that modules keep in dicts, hooks included."""
+        return [
             table
             for module in self._modules_watch.modules
             for table in (
+                vars(module),
+                module._parameters,
+                module._buffers,
+                module._modules,
                 module._forward_hooks,
                 module._forward_pre_hooks,
                 module._backward_hooks,
                 module._backward_pre_hooks,
             )
         ]
-        state = self._step.state
-        if self._left is None or not self._left[0].untouched():
-            self._left = Tables([*inner, *hooks, *state.tables()]), state.marks()
-        else:
-            self._left = self._left[0], state.marks()
 
     def _look_at_all(self) -> None:
         """Forget all plans if more than values has changed.
