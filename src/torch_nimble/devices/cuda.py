@@ -186,11 +186,9 @@ class Candidates:
         self.lowered = dataclasses.replace(self.lowered, graph=graph)
         self.first = self.entry(serial(graph))
         untimed.executable.close()
-        weights = _weights_bytes(trial)
-        given = options.memory_limit
-        self._limit = (
-            given if given is not None else _SPARE_MEMORY * (weights + self.first.memory_bytes) - weights
-        )
+        weights, given = _weights_bytes(trial), options.memory_limit
+        usual = weights + _gradients_bytes(trial) + self.first.memory_bytes
+        self._limit = given if given is not None else _SPARE_MEMORY * usual - weights
         if self.first.memory_bytes > self._limit:
             raise RefusedError(
                 f"memory_limit is {given} bytes, and the plan that needs least needs "
@@ -324,6 +322,13 @@ def _weights_bytes(trial: TrialRun) -> int:
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held if t is not None
     }
     return sum(storages.values())
+
+
+def _gradients_bytes(trial: TrialRun) -> int:
+    """What eager keeps beside its state in a training step, and a plan on one stream does not."""
+    program = trial.lowered.program
+    written = [program.sources[name].tensor() for name in program.state & program.constants]
+    return sum(t.numel() * t.element_size() for t in written if isinstance(t, torch.nn.Parameter))
 
 
 def _needed_bytes(binding: Binding, lowered: Lowered, plan: Plan) -> int:

@@ -1,4 +1,8 @@
-"""Which memory layout makes a network's convolutions faster on this GPU, found out by running them."""
+"""Which memory layout makes a network's convolutions faster on this GPU, found out by running them.
+
+Their gradients too, in a training step. What it takes to lay weights out anew in each step is not
+counted: it is off the critical path.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,8 @@ _REPLAYS = 5
 _NUMBER = -3
 """Of the stream that this is done on."""
 
+_BACKWARD = torch.ops.aten.convolution_backward.default
+
 Shape = tuple[Any, ...]
 
 
@@ -28,7 +34,7 @@ def faster_layout(captured: Captured, device: torch.device) -> Layout:
     nodes = [
         node
         for node in captured.graph.nodes
-        if node.target in CONVOLUTIONS and node.meta["val"].dim() == 4
+        if (node.target in CONVOLUTIONS or node.target is _BACKWARD) and _tensors(node)[0].dim() == 4
     ]
     as_captured = Counter(_shape(node, _captured_format(node)) for node in nodes)
     channels_last = Counter(_shape(node, torch.channels_last) for node in nodes)
@@ -42,17 +48,29 @@ def faster_layout(captured: Captured, device: torch.device) -> Layout:
     return "channels-last" if is_faster else "as captured"
 
 
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    """What a convolution takes, or its backward: images, and last the weight."""
+    count = 3 if node.target is _BACKWARD else 2
+    return [argument.meta["val"] for argument in node.args[:count]]  # type: ignore[union-attr]
+
+
 def _shape(node: fx.Node, layout: torch.memory_format) -> Shape:
-    image, weight = (node.args[i].meta["val"] for i in (0, 1))  # type: ignore[union-attr]
-    rest = tuple(tuple(a) if isinstance(a, list) else a for a in node.args[3:])
-    return node.target, tuple(image.shape), tuple(weight.shape), image.dtype, layout, rest
+    tensors = _tensors(node)
+    shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+    # A bias takes no time of its own.
+    rest = node.args[len(tensors) :] if node.target is _BACKWARD else (None, *node.args[3:])
+    return node.target, shapes, tensors[0].dtype, layout, tuple(map(_hashable, rest))
+
+
+def _hashable(argument: Any) -> Any:
+    return tuple(argument) if isinstance(argument, list) else argument
 
 
 def _captured_format(node: fx.Node) -> torch.memory_format:
-    """Channels-last if eager would convolve so: either of its tensors is laid out that way."""
-    tensors = [node.args[i].meta["val"] for i in (0, 1)]  # type: ignore[union-attr]
+    """Channels-last if eager would convolve so: any of its tensors is laid out that way."""
     is_last = any(
-        t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous() for t in tensors
+        t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous()
+        for t in _tensors(node)
     )
     return torch.channels_last if is_last else torch.contiguous_format
 
@@ -66,23 +84,23 @@ def _seconds(found: Counter[Shape], device: torch.device) -> float:
         return made.to(dtype=dtype, memory_format=layout)
 
     calls = [
-        (target, random(image, dtype, layout), random(weight, dtype, layout), rest, count)
-        for (target, image, weight, dtype, layout, rest), count in found.items()
+        (target, [*(random(shape, dtype, layout) for shape in shapes), *rest], count)
+        for (target, shapes, dtype, layout, rest), count in found.items()
     ]
     streams = Streams.of(device)
     stream = streams.get(_NUMBER)
     stream.wait_stream(torch.cuda.current_stream(device))
     graph = torch.cuda.CUDAGraph()
     with streams.lock, torch.cuda.stream(stream):
-        for target, image, weight, rest, _ in calls:
-            target(image, weight, None, *rest)
+        for target, args, _ in calls:
+            target(*args)
         stream.synchronize()
         pool = torch.cuda.graph_pool_handle()
         graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
-            for target, image, weight, rest, count in calls:
+            for target, args, count in calls:
                 for _ in range(count):
-                    target(image, weight, None, *rest)
+                    target(*args)
             graph.capture_end()
         except RuntimeError:
             abandon(graph, device, pool)
