@@ -124,8 +124,9 @@ def bench(
     measure: Annotated[
         str,
         typer.Option(
-            help="speed: latency, energy, idle time, errors. cost: preparation, cold and warm; memory. "
-            "plan: a saved plan in a new process. call: the host's share of a call."
+            help="speed: latency, energy, idle time, errors. cost: preparation, cold and warm. memory: "
+            "while preparing, and after. plan: a saved plan in a new process. call: the host's share "
+            "of a call."
         ),
     ] = "speed",
     rounds: Annotated[int, typer.Option(min=3, help="Interleaved rounds.")] = 15,
@@ -140,7 +141,8 @@ def bench(
         int, typer.Option(min=1, help="Processes that prepare at once; each still measures alone.")
     ] = 1,
     signatures: Annotated[
-        int, typer.Option(min=1, max=8, help="With --measure cost: batch sizes to prepare for.")
+        int,
+        typer.Option(min=1, max=8, help="With --measure cost or memory: batch sizes to prepare for."),
     ] = 1,
     cudnn_benchmark: Annotated[
         bool, typer.Option("--cudnn-benchmark", help="Let cuDNN try algorithms, for all systems.")

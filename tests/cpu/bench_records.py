@@ -102,6 +102,17 @@ def full() -> list[Json]:
         ),
         line("speed", "gpt2", error="out of memory\nwhile preparing"),
         line("cost", "resnet50", systems={"nimble": nobody, "eager": None}),
+        line(
+            "memory",
+            "googlenet",
+            settings={"signatures": 8},
+            systems={
+                "nimble": {"memory": {"peak": {"reserved": 30 << 20}, "held": {"reserved": 24 << 20}}},
+                "reduce-overhead": {
+                    "memory": {"peak": {"reserved": 25 << 20}, "held": {"reserved": 20 << 20}}
+                },
+            },
+        ),
         line("plan", "amoebanet", systems={"nimble-serial": timed(900), "nimble": timed(450)}),
         line("call", "mobilenet-v2", systems={"replay": {"host_us": 9.6}, "nimble": {"host_us": 19.4}}),
         line("plan", "unet", systems=None),

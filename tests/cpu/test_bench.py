@@ -340,6 +340,16 @@ def test_cold_and_warm_share_a_cache_and_systems_do_not() -> None:
     assert [part.systems for part in launches.parts][::2] == [("reduce-overhead",), ("nimble",)]
 
 
+def test_memory_is_measured_beside_others_and_time_is_not_kept() -> None:
+    launches = Launches({"prepare_s": 1.0, "ready_s": 2.0, "memory": {"peak": {"reserved": 3}}})
+    part = replace(PART, measure="memory", systems=("reduce-overhead", "nimble"), signatures=8)
+    found = runner._beside_each_other(part, launches)
+    notes = {"memory": {"peak": {"reserved": 3}}}
+    assert found == {"systems": {"reduce-overhead": notes, "nimble": notes}}
+    assert len(set(launches.caches)) == 2
+    assert {one.signatures for one in launches.parts} == {8}
+
+
 def test_a_plan_is_raced_in_a_second_process_if_the_first_made_one() -> None:
     part = replace(PART, measure="plan")
     launches = Launches({"explained": {"chosen": "serial"}})

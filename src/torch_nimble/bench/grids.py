@@ -236,6 +236,21 @@ def costs(entries: Sequence[Json]) -> Grid:
     return grid_of(entries, columns)
 
 
+def memory(entries: Sequence[Json]) -> Grid:
+    """MiB that torch has reserved: at most while a system was made ready, and from then on."""
+    systems = measured(entries)
+    columns: list[Column] = [("signatures", lambda e: word(str(e["settings"]["signatures"])))]
+    columns += [
+        (f"{called(name)}, {what}", at(f"{name}.memory.{field}.reserved", scale=2**-20))
+        for name in systems
+        for what, field in (("preparing", "peak"), ("ready", "held"))
+    ]
+    for what, field in (("preparing", "peak"), ("ready", "held")):
+        path = f"memory.{field}.reserved"
+        columns.append((f"ours / theirs, {what}", over(f"{OURS}.{path}", f"reduce-overhead.{path}")))
+    return grid_of(entries, columns)
+
+
 def energy(entries: Sequence[Json]) -> Grid:
     """Millijoules a call."""
     known = _having(entries, "energy_mj")

@@ -49,6 +49,8 @@ _USUAL = {
     ("cuda", "cost"): ("reduce-overhead",),
     ("cpu", "speed"): ("eager", "onnxruntime"),
     ("cpu", "cost"): (),
+    ("cuda", "memory"): ("reduce-overhead",),
+    ("cpu", "memory"): (),
     ("cuda", "train"): ("eager", "cudagraph", "compile", "reduce-overhead", "nimble-serial"),
     ("cpu", "train"): ("eager",),
 }
@@ -287,6 +289,18 @@ def _cold_and_warm(part: Part, launch: Launch) -> Json:
     return {"systems": systems}
 
 
+def _beside_each_other(part: Part, launch: Launch) -> Json:
+    """Each system in a process of its own, all at the same time: their times are not kept."""
+
+    def one(name: str) -> Json:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+            notes = launch(replace(part, systems=(name,)), cache)
+        return {key: value for key, value in notes.items() if key not in _TIMES}
+
+    with ThreadPoolExecutor(len(part.systems)) as pool:
+        return {"systems": dict(zip(part.systems, pool.map(one, part.systems), strict=True))}
+
+
 def _plan_then_race(part: Part, launch: Launch) -> Json:
     """The plan that one process chose and saved, raced against one stream in another."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -297,7 +311,12 @@ def _plan_then_race(part: Part, launch: Launch) -> Json:
         return {"planned": planned, **launch(replace(part, systems=("nimble-serial", "nimble")))}
 
 
-_JOBS: dict[str, Callable[[Part, Launch], Json]] = {"cost": _cold_and_warm, "plan": _plan_then_race}
+_JOBS: dict[str, Callable[[Part, Launch], Json]] = {
+    "cost": _cold_and_warm,
+    "memory": _beside_each_other,
+    "plan": _plan_then_race,
+}
+_TIMES = ("prepare_s", "ready_s")
 
 
 # ------------------------------------------------------------ what a line says besides what was measured

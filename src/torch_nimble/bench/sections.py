@@ -157,6 +157,13 @@ def sections_of(entries: Sequence[Json], readings: Mapping[str, str]) -> list[Se
             grids=(grids.costs(of(kept, "cost")),),
         ),
         Section(
+            "memory",
+            "Memory",
+            "MiB that torch has reserved, each system in a process of its own: at most while it was "
+            "made ready for that many batch sizes, and from then on.",
+            grids=(grids.memory(of(kept, "memory")),),
+        ),
+        Section(
             "plans",
             "Saved plans",
             "A plan that was saved, used in a fresh process, against one stream.",

@@ -94,7 +94,6 @@ def made_ready(
     """What `make` makes, called until nothing is new to it; and what that took."""
     part = subject.part
     caches = {variable: str(Path(part.cache, tail)) for variable, tail in _CACHES.items()}
-    gc.collect()
     before = gpu.memory(part.device, restart=True)
     start = time.perf_counter()
     with environment(caches), preparing():
@@ -387,6 +386,7 @@ _WORK: dict[str, Callable[[Part, Report], Json]] = {
     "plan": speed,
     "train": train,
     "cost": cost,
+    "memory": cost,
     "call": call_path,
 }
 
