@@ -42,7 +42,7 @@ def fingerprint(
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def recall(folder: Path, key: str) -> Mapping[str, str] | None:
+def recall(folder: Path, key: str) -> Mapping[str, Any] | None:
     """What was remembered under that key, if its program is still there."""
     try:
         known = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
@@ -52,7 +52,7 @@ def recall(folder: Path, key: str) -> Mapping[str, str] | None:
     return known if is_whole else None
 
 
-def remember(folder: Path, key: str, known: Mapping[str, str]) -> None:
+def remember(folder: Path, key: str, known: Mapping[str, Any]) -> None:
     """Keep that for other processes; not being able to write is no harm."""
     try:
         folder.mkdir(parents=True, exist_ok=True)

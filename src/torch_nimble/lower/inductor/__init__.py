@@ -12,8 +12,10 @@ Run with torch 2.11; the names used here are the same in the sources of 2.12 and
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import logging
+import pickle
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -190,14 +192,30 @@ def compile_wrapper(module: fx.GraphModule, examples: Sequence[torch.Tensor], la
         known = None if key is None else recall(_folder(), key)
         if known is not None:
             try:
+                _bring_kernels(known.get("kernels"))
                 return _load(known["key"], known["path"])
             except Exception as reason:
                 log.info("a remembered program could not be loaded: %s", reason)
         compiled = _compile(module, examples)
         if key is not None and not compiled.constants:
-            path = _module_of(compiled).__file__
-            remember(_folder(), key, {"key": compiled.cache_key, "path": str(path)})
+            path, kernels = _module_of(compiled).__file__, _kernels_of(compiled)
+            found = {"key": compiled.cache_key, "path": str(path), "kernels": kernels}
+            remember(_folder(), key, found)
         return wrapper_of(compiled)
+
+
+def _kernels_of(compiled: Any) -> str | None:
+    """A program's kernels as Inductor keeps them in its own cache, without their code."""
+    kernels = getattr(getattr(compiled, "_triton_bundle", None), "static_autotuners", None)
+    return base64.b64encode(pickle.dumps(kernels)).decode() if kernels else None
+
+
+def _bring_kernels(kept: str | None) -> None:
+    """Let a program that is loaded next find its kernels: no worker has to look each of them up."""
+    if kept is not None:
+        from torch._inductor.triton_bundler import TritonBundler
+
+        TritonBundler.load_autotuners(pickle.loads(base64.b64decode(kept)))
 
 
 def _compile(module: fx.GraphModule, examples: Sequence[torch.Tensor]) -> Any:
