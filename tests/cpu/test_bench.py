@@ -119,6 +119,8 @@ def test_the_verdict_says_whether_the_check_could_fail() -> None:
     assert worker.verdict(errors, 0.2, 0.02)["check_can_fail"] is True
     assert worker.verdict(errors, 0.1, 0.02)["check_can_fail"] is False
     assert worker.verdict(errors, 0.2, 0.02)["against"] == "eager"
+    same = {"nimble-serial": [1e-2], "nimble": [1e-2]}
+    assert worker.verdict(same, 2.0, 0.02)["accepted"] is True
     assert worker.verdict({"eager": [1e-3]}, 0.2, 0.02)["accepted"] is False
 
 

@@ -237,17 +237,20 @@ def costs(entries: Sequence[Json]) -> Grid:
 
 
 def memory(entries: Sequence[Json]) -> Grid:
-    """MiB that torch has reserved: at most while a system was made ready, and from then on."""
-    systems = measured(entries)
+    """MiB: the most that torch had in use while a system was made ready, and what it then has reserved.
+
+    What it had reserved meanwhile for several plans that were tried says little: it is given back.
+    """
+    kinds = (("in use", "peak.allocated"), ("reserved", "held.reserved"))
     columns: list[Column] = [("signatures", lambda e: word(str(e["settings"]["signatures"])))]
     columns += [
-        (f"{called(name)}, {what}", at(f"{name}.memory.{field}.reserved", scale=2**-20))
-        for name in systems
-        for what, field in (("preparing", "peak"), ("ready", "held"))
+        (f"{called(name)}, {what}", at(f"{name}.memory.{field}", scale=2**-20))
+        for name in measured(entries)
+        for what, field in kinds
     ]
-    for what, field in (("preparing", "peak"), ("ready", "held")):
-        path = f"memory.{field}.reserved"
-        columns.append((f"ours / theirs, {what}", over(f"{OURS}.{path}", f"reduce-overhead.{path}")))
+    for what, field in kinds:
+        ratio = over(f"{OURS}.memory.{field}", f"reduce-overhead.memory.{field}")
+        columns.append((f"ours / theirs, {what}", ratio))
     return grid_of(entries, columns)
 
 

@@ -159,8 +159,8 @@ def sections_of(entries: Sequence[Json], readings: Mapping[str, str]) -> list[Se
         Section(
             "memory",
             "Memory",
-            "MiB that torch has reserved, each system in a process of its own: at most while it was "
-            "made ready for that many batch sizes, and from then on.",
+            "MiB, each system in a process of its own: the most that torch had in use while it was made "
+            "ready for that many batch sizes, and what is reserved from then on.",
             grids=(grids.memory(of(kept, "memory")),),
         ),
         Section(

@@ -39,7 +39,7 @@ _BY_MEASURE = (
     ("speed", "p50 of the whole call in µs", grids.headline),
     ("train", "p50 of a training step in µs", grids.training),
     ("cost", "Seconds to the first answer, caches cold and warm; peak of reserved memory", grids.costs),
-    ("memory", "MiB of reserved memory", grids.memory),
+    ("memory", "MiB: the most in use while preparing; reserved from then on", grids.memory),
     ("plan", "A saved plan in a fresh process against one stream", grids.plans),
     ("call", "The host's part of a call", grids.calls),
 )
