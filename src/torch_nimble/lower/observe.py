@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -36,6 +37,8 @@ def observe(
     fakes: dict[fx.Node, Any] = {}
     copied: set[fx.Node] = set()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    held = [tensor for source in captured.constants.values() if (tensor := source.tensor()) is not None]
+    owners = Counter(_storage_key(tensor) for tensor in held)
 
     def resolve(value: Any) -> Any:
         return fx.node.map_arg(value, lambda node: fakes[node])
@@ -45,7 +48,10 @@ def observe(
             if node.op == "placeholder":
                 source = captured.constants.get(node.name)
                 known = source.tensor() if source is not None else None
-                fakes[node] = _like(mode, node.meta["val"] if known is None else known)
+                if known is None or _is_alone(known, owners):
+                    fakes[node] = _of_its_own(node.meta["val"] if known is None else known)
+                else:  # tensors that share memory have fakes that do
+                    fakes[node] = mode.from_tensor(known.detach(), static_shapes=True)
             elif node.op == "get_attr":
                 fakes[node] = getattr(captured.owner, str(node.target))
             elif node.op == "call_function":
@@ -60,10 +66,24 @@ def observe(
     return fakes, copied
 
 
-def _like(mode: FakeTensorMode, value: torch.Tensor) -> torch.Tensor:
-    if type(value).__name__ == "FakeTensor":
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-    return mode.from_tensor(value.detach(), static_shapes=True)
+def _storage_key(tensor: torch.Tensor) -> Any:
+    return storage_of(tensor), tensor.device
+
+
+def _is_alone(tensor: torch.Tensor, owners: Mapping[Any, int]) -> bool:
+    """Whether a plain tensor has memory for itself, all of it: then any such memory stands for it."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+        and owners[_storage_key(tensor)] == 1
+        and tensor.storage_offset() == 0
+        and tensor.untyped_storage().nbytes() == nbytes(tensor)
+    )
+
+
+def _of_its_own(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
