@@ -16,6 +16,7 @@ from torch_nimble.errors import LoweringError
 from torch_nimble.execute.autocast import autocast_off
 from torch_nimble.execute.driver import copy_async
 from torch_nimble.execute.room import Room
+from torch_nimble.execute.staging import Staging
 from torch_nimble.execute.walk import TaskHook, Walk
 from torch_nimble.lower import Lowered
 from torch_nimble.lower.program import InputSlot
@@ -281,6 +282,7 @@ class Binding:
         self._room = room
         self._index = room.device.index
         self._copy = copy_async()
+        self._stagings: dict[int, Staging] = {}
         self._places = [
             (
                 place,
@@ -294,8 +296,12 @@ class Binding:
 
     def take(self, tensors: Sequence[Tensor]) -> None:
         """Copy inputs to their places, those that are not there already."""
-        for place, tensor in zip(self.inputs, tensors, strict=True):
-            if tensor.data_ptr() != place.data_ptr() or tensor.device != place.device:
+        for i, (place, tensor) in enumerate(zip(self.inputs, tensors, strict=True)):
+            if tensor.device.type == "cpu" and place.device.type != "cpu":
+                if i not in self._stagings:
+                    self._stagings[i] = Staging(place, tensor)
+                self._stagings[i].bring(tensor)
+            elif tensor.data_ptr() != place.data_ptr() or tensor.device != place.device:
                 place.copy_(tensor)
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:

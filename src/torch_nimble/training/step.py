@@ -326,6 +326,8 @@ class TrainingStep(Planned):
     def _begin_anew(self, parts: Mapping[str, Hashable] | None = None) -> None:
         self._drop_plans()
         self._adapters.clear()
+        if self._processes is not None:
+            self._processes.forget()
         before = self._step.state
         before.let_go()
         self._callee = StepCallee(self._settings.loss_fn, self._settings.model)
@@ -377,6 +379,8 @@ class TrainingStep(Planned):
         """Free the plans. The model and its optimizer go on without them."""
         with self._lock:
             self._step.state.let_go()
+            if self._processes is not None:
+                self._processes.forget()
             super().close()
 
     def __repr__(self) -> str:
