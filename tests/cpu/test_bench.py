@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +41,7 @@ from torch_nimble.bench import (
 from torch_nimble.bench.record import Json
 from torch_nimble.bench.subject import Part, Subject
 from torch_nimble.bench.suites import Case
+from torch_nimble.bench.turns import Turns
 from torch_nimble.cli import app
 from torch_nimble.errors import InputError, NimbleError, OptionError
 from torch_nimble.tree import flatten_output
@@ -377,28 +382,100 @@ def test_a_process_that_fails_hangs_or_is_stopped_leaves_an_error() -> None:
     assert processes.launch(part, stages.append, stop, 60)["error"].startswith("stopped")
 
 
-def test_whoever_compiles_side_by_side_is_measured_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    under_way: set[tuple[str, str]] = set()
-    most: dict[str, int] = {}
+def test_several_prepare_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    under_way: set[str] = set()
+    most = 0
+    both = threading.Barrier(2, timeout=20)
 
     def launch(part: Part, *_: object) -> Json:
-        mine = (part.measure, part.case.target)
-        under_way.add(mine)
-        time.sleep(0.05)
-        assert len({measure for measure, _ in under_way}) == 1
-        most[part.measure] = max(most.get(part.measure, 0), len(under_way))
-        under_way.discard(mine)
-        assert part.filled
+        nonlocal most
+        under_way.add(part.case.target)
+        both.wait()
+        most = max(most, len(under_way))
+        both.wait()
+        under_way.discard(part.case.target)
+        assert part.turns
         return {}
 
     monkeypatch.setattr(runner, "launch", launch)
-    cases = [Case(name) for name in ("resnet50", "googlenet", "darts")]
+    cases = [Case(name) for name in ("resnet50", "googlenet", "darts", "amoebanet")]
     wanted = runner.Wanted(cases, tmp_path, device="cpu", parallel=2, commit="a")
     found = runner.run(wanted, QUIET)
-    assert [entry["target"] for entry in found] == ["resnet50", "googlenet", "darts"]
-    assert most == {"fill": 2, "speed": 1}
+    assert [entry["target"] for entry in found] == ["resnet50", "googlenet", "darts", "amoebanet"]
+    assert {entry["settings"]["prepared"] for entry in found} == {"beside others, timed in turns"}
+    assert most == 2
+
+
+def state_of(process: int) -> str:
+    """One letter, as the kernel says it: T is stopped."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_who_measures_has_the_machine_for_itself() -> None:
+    turns = Turns()
+    with contextlib.ExitStack() as ending:
+        sleepers = []
+        for _ in range(3):
+            sleeper = subprocess.Popen(["sleep", "60"], start_new_session=True)
+            ending.callback(sleeper.wait)
+            ending.callback(sleeper.kill)
+            ending.enter_context(turns.starting(lambda sleeper=sleeper: sleeper.pid))
+            sleepers.append(sleeper.pid)
+        first, second, third = sleepers
+        assert turns.take(second, 1)
+        until(lambda: state_of(first) == state_of(third) == "T")
+        assert state_of(second) == "S"
+        assert not turns.take(first, 0.01)
+        turns.give_back(second)
+        until(lambda: state_of(first) == state_of(third) == "S")
+        assert turns.take(first, 1)
+        until(lambda: state_of(second) == "T")
+        turns.give_back(first)
+
+
+def test_times_are_taken_in_turns(tmp_path: Path) -> None:
+    """By two processes that would see each other otherwise."""
+    code = """
+import sys, time
+from pathlib import Path
+from torch_nimble.bench.turns import take_turns
+from torch_nimble.execute.measure import alone
+folder = Path(sys.argv[1])
+take_turns(folder / "turns")
+for _ in range(20):
+    with alone(), alone():
+        (folder / "busy").touch(exist_ok=False)
+        time.sleep(0.002)
+        (folder / "busy").unlink()
+"""
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    both = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    for process in both:
+        _, said = process.communicate(timeout=120)
+        assert process.returncode == 0, said
+
+
+def test_two_parts_side_by_side_in_processes_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=":")
+    cases = [replace(CASE, dtype=dtype) for dtype in ("fp32", "bf16")]
+    wanted = runner.Wanted(
+        cases, tmp_path, device="cpu", against=["eager"], rounds=3, parallel=2, commit="a"
+    )
+    found = runner.run(wanted, QUIET)
+    assert [entry["dtype"] for entry in found] == ["fp32", "bf16"]
+    for entry in found:
+        assert "error" not in entry, entry["error"]
+        assert entry["systems"]["nimble"]["p50_us"] > 0
+        assert "prepare_s" not in entry["systems"]["nimble"]
 
 
 def test_a_part_reaches_its_process_unchanged() -> None:

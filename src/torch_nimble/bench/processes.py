@@ -17,30 +17,46 @@ from pathlib import Path
 
 from torch_nimble.bench.record import Json
 from torch_nimble.bench.subject import Part
+from torch_nimble.bench.turns import Turns
 
 _POLL_S = 0.5
+MEASURING, WAITING = "measuring", "waiting for its turn"
+"""Stages that a process tells; between them it waits until there is a file with this suffix."""
+GO = ".go"
 Stage = Callable[[str], None]
 
 
-def launch(part: Part, stage: Stage, stop: threading.Event, timeout_s: float) -> Json:
+def launch(
+    part: Part, stage: Stage, stop: threading.Event, timeout_s: float, turns: Turns | None = None
+) -> Json:
     """What a part found; after a failure, what it had reported until then and the error."""
+    turns = turns or Turns()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         result, log = Path(folder, "result.json"), Path(folder, "log.txt")
-        worker = [sys.executable, "-m", "torch_nimble.bench.worker"]
         with log.open("w") as out:
-            process = subprocess.Popen(
-                [*worker, json.dumps(asdict(part)), str(result)],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                start_new_session=True,
-            )
-            try:
-                reason = _wait(process, result, stage, stop, timeout_s)
-            finally:  # with all that it started
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+            process: subprocess.Popen[bytes]
+
+            def start() -> int:
+                nonlocal process
+                worker = [sys.executable, "-m", "torch_nimble.bench.worker"]
+                process = subprocess.Popen(
+                    [*worker, json.dumps(asdict(part)), str(result)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=out,
+                    start_new_session=True,
+                )
+                return process.pid
+
+            with turns.starting(start):
+                watched = _Watched(process, result, stage, stop, turns)
+                try:
+                    reason = watched.wait(timeout_s)
+                finally:  # with all that it started
+                    if process.poll() is None:
+                        os.killpg(process.pid, signal.SIGKILL)
+                        process.wait()
+                    watched.end()
         found = _read(result)
         found.pop("stage", None)
         if reason:
@@ -48,19 +64,49 @@ def launch(part: Part, stage: Stage, stop: threading.Event, timeout_s: float) ->
         return found
 
 
-def _wait(
-    process: subprocess.Popen[bytes], result: Path, stage: Stage, stop: threading.Event, timeout_s: float
-) -> str:
-    """Show what the process is doing until it ends; why it failed, or nothing."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if stop.is_set():
-            return "stopped"
-        with suppress(subprocess.TimeoutExpired):
-            status = process.wait(_POLL_S)
-            return f"exit status {status}" if status else ""
-        stage(_read(result).get("stage", "starting"))
-    return f"no end after {timeout_s:.0f} s"
+class _Watched:
+    """A process that is under way."""
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        result: Path,
+        stage: Stage,
+        stop: threading.Event,
+        turns: Turns,
+    ) -> None:
+        self._process = process
+        self._result = result
+        self._stage = stage
+        self._stop = stop
+        self._turns = turns
+        self._has_turn = False
+
+    def wait(self, timeout_s: float) -> str:
+        """Show what the process is doing until it ends; why it failed, or nothing.
+
+        What others measure meanwhile, while this one is stopped, counts against it, too: a limit is
+        for what hangs.
+        """
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if self._stop.is_set():
+                return "stopped"
+            with suppress(subprocess.TimeoutExpired):
+                status = self._process.wait(_POLL_S)
+                return f"exit status {status}" if status else ""
+            now = _read(self._result).get("stage", "starting")
+            self._stage(now)
+            if now == WAITING and not self._has_turn:
+                self._has_turn = self._turns.take(self._process.pid, _POLL_S)
+                if self._has_turn:
+                    self._result.with_suffix(GO).touch()
+        return f"no end after {timeout_s:.0f} s"
+
+    def end(self) -> None:
+        """It measures no longer."""
+        if self._has_turn:
+            self._turns.give_back(self._process.pid)
 
 
 def _read(result: Path) -> Json:

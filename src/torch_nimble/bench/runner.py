@@ -40,6 +40,7 @@ from torch_nimble.bench.subject import Part
 from torch_nimble.bench.suites import Case
 from torch_nimble.bench.systems import BY_NAME
 from torch_nimble.bench.training import STEPS
+from torch_nimble.bench.turns import Turns
 from torch_nimble.errors import OptionError
 from torch_nimble.targets import make_inputs
 
@@ -95,18 +96,11 @@ def run(wanted: Wanted, console: Console) -> list[Json]:
         else:
             todo.append((part, entry))
     with _Workers(wanted, console, len(todo)) as workers:
-        for first in range(0, len(todo), wanted.parallel):
-            wave = todo[first : first + wanted.parallel]
-            if workers.is_late():
-                console.print(f"{len(todo) - first} left; the same command goes on with them")
-                break
-            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-                caches = [str(Path(folder, str(number))) for number in range(len(wave))]
-                if wanted.parallel > 1:
-                    workers.fill([p for p, _ in wave], caches)
-                for (part, entry), cache in zip(wave, caches, strict=True):
-                    found.append(workers.measure(part, entry, cache))
-    return found
+        lines = workers.measure_all(todo)
+    left = sum(line is None for line in lines)
+    if left:
+        console.print(f"{left} left; the same command goes on with them")
+    return [*found, *(line for line in lines if line is not None)]
 
 
 def _is_final(entry: Json) -> bool:
@@ -121,6 +115,8 @@ class _Workers:
         self._wanted = wanted
         self._deadline = time.monotonic() + wanted.seconds
         self._stop = threading.Event()
+        self._turns = Turns()
+        self._adding = threading.Lock()
         self._progress = _progress(console)
         self._bar = self._progress.add_task("measuring", total=count)
 
@@ -132,32 +128,35 @@ class _Workers:
         self._stop.set()
         self._progress.stop()
 
-    def is_late(self) -> bool:
-        """Whether nothing new is to begin."""
-        return time.monotonic() > self._deadline
+    def measure_all(self, todo: Sequence[tuple[Part, Json]]) -> list[Json | None]:
+        """Several prepare at the same time and measure in turn; None for what was not begun in time."""
+        with (
+            tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+            ThreadPoolExecutor(self._wanted.parallel) as pool,
+        ):
+            turns = str(Path(folder, "turns")) if self._wanted.parallel > 1 else ""
+            try:
+                return list(
+                    pool.map(lambda one: self._measure(replace(one[0], turns=turns), one[1]), todo)
+                )
+            except BaseException:
+                self._stop.set()
+                raise
 
-    def fill(self, parts: Sequence[Part], caches: Sequence[str]) -> None:
-        """All compile at the same time; nothing of it is measured."""
-        pool = ThreadPoolExecutor(len(parts))
-        try:
-            filling = [replace(part, measure="fill") for part in parts]
-            list(pool.map(self._launch, filling, caches))
-        except BaseException:
-            self._stop.set()
-            raise
-        finally:
-            pool.shutdown()
-
-    def measure(self, part: Part, entry: Json, cache: str) -> Json:
-        """One part, alone; its line is added to the record."""
+    def _measure(self, part: Part, entry: Json) -> Json | None:
+        """One part; its line is added to the record."""
+        if self._stop.is_set() or time.monotonic() > self._deadline:
+            return None
         start = time.monotonic()
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:
 
-        def start_one(part: Part, cache: str = cache) -> Json:
-            return self._launch(part, cache)
+            def start_one(part: Part, cache: str = own) -> Json:
+                return self._launch(part, cache)
 
-        entry |= plain(_JOBS.get(part.measure, _as_it_is)(part, start_one))
+            entry |= plain(_JOBS.get(part.measure, _as_it_is)(part, start_one))
         entry["date"] = now()
-        append(self._wanted.out / "bench.jsonl", entry)
+        with self._adding:
+            append(self._wanted.out / "bench.jsonl", entry)
         lines = [f"{_label(part)}: {time.monotonic() - start:.0f} s", *failures(entry)]
         self._progress.console.print(*lines, sep="\n", markup=False)
         self._progress.advance(self._bar)
@@ -170,7 +169,8 @@ class _Workers:
             self._progress.update(row, description=f"{_label(part)}: {text}")
 
         try:
-            return launch(replace(part, cache=cache), stage, self._stop, self._wanted.timeout_s)
+            one, limit = replace(part, cache=cache), self._wanted.timeout_s
+            return launch(one, stage, self._stop, limit, self._turns)
         finally:
             self._progress.remove_task(row)
 
@@ -223,7 +223,6 @@ def _parts(wanted: Wanted) -> list[Part]:
             rounds=wanted.rounds,
             signatures=wanted.signatures,
             cudnn_benchmark=wanted.cudnn_benchmark,
-            filled=wanted.parallel > 1,
         )
         for asked, case in itertools.product(wanted.measures, wanted.cases)
         for measure in ["train" if case.trains and asked == "speed" else asked]
@@ -334,7 +333,7 @@ def _head(part: Part, wanted: Wanted) -> Json:
         "tf32": True,
         "layout": "channels-last" if part.layout is torch.channels_last else "contiguous",
         "cudnn_benchmark": part.cudnn_benchmark,
-        "prepared": "from caches filled before" if part.filled else "alone",
+        "prepared": "alone" if wanted.parallel == 1 else "beside others, timed in turns",
         "freezing": True,
         "threads": torch.get_num_threads() if part.device == "cpu" else None,
     }

@@ -34,8 +34,8 @@ class Part:
     cudnn_benchmark: bool = False
     cache: str = ""
     plan: str = ""
-    filled: bool = False
-    """Whether the cache was filled before, by several processes side by side."""
+    turns: str = ""
+    """A file that processes lock while they take times, where several are under way."""
 
     @classmethod
     def from_dict(cls, data: Json) -> Part:

@@ -37,8 +37,6 @@ class System:
     devices: tuple[str, ...] = ("cuda",)
     serves_many_sizes: bool = True
     """Whether one call serves inputs of several sizes."""
-    compiles: bool = False
-    """Whether it keeps what it compiled on disk."""
     preparing: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     """Settings under which it is prepared."""
 
@@ -205,12 +203,12 @@ _BOTH = ("cuda", "cpu")
 BY_NAME: dict[str, System] = {
     "eager": System(_eager, _BOTH),
     "cudagraph": System(_cudagraph, serves_many_sizes=False),
-    "compile": System(_compiled("default"), _BOTH, compiles=True, preparing=_frozen_weights),
-    "reduce-overhead": System(_compiled("reduce-overhead"), compiles=True, preparing=_frozen_weights),
-    "max-autotune": System(_compiled("max-autotune"), compiles=True, preparing=_frozen_weights),
+    "compile": System(_compiled("default"), _BOTH, preparing=_frozen_weights),
+    "reduce-overhead": System(_compiled("reduce-overhead"), preparing=_frozen_weights),
+    "max-autotune": System(_compiled("max-autotune"), preparing=_frozen_weights),
     "xla": System(_xla, _BOTH, serves_many_sizes=False),
     "onnxruntime": System(_onnxruntime, ("cpu",), serves_many_sizes=False),
-    "nimble-serial": System(_nimble_serial, _BOTH, compiles=True),
-    "nimble": System(_nimble, _BOTH, compiles=True),
+    "nimble-serial": System(_nimble_serial, _BOTH),
+    "nimble": System(_nimble, _BOTH),
 }
 assert tuple(BY_NAME) == SYSTEMS

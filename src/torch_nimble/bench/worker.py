@@ -24,10 +24,12 @@ from typing import Any
 import torch
 
 from torch_nimble.bench import gpu, training
+from torch_nimble.bench.processes import GO, MEASURING, WAITING
 from torch_nimble.bench.record import Json, plain
 from torch_nimble.bench.subject import Call, Inputs, Part, Subject, error_of
 from torch_nimble.bench.systems import BY_NAME, Captured, compilations, graph_of
 from torch_nimble.bench.timing import Stopwatch
+from torch_nimble.bench.turns import take_turns
 from torch_nimble.errors import NimbleError
 from torch_nimble.execute.check import TOLERANCE, worst_error
 
@@ -35,8 +37,6 @@ _INPUT_SETS = 8
 _ERROR_FACTOR, _ERROR_FLOOR, _DISTANCE = 1.5, 1e-6, 100
 _PEERS = ("reduce-overhead", "compile", "eager", "nimble-serial")
 _CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-_TUNED = "*.best_config"
-"""Files in which Inductor notes which version of a kernel was fastest."""
 _TF32_TOLERANCE = 2e-2
 _UPDATE_OFF = 0.5
 """The largest error of an update: gradients of deep networks are far less exact than their results."""
@@ -108,7 +108,7 @@ def made_ready(
     held = gpu.memory(part.device, restart=True)
     added = {field: held[field] - before[field] for field in held}
     notes: Json = {"memory": {"before": before, "peak": peak, "held": held, "added": added}}
-    if not part.filled:
+    if not part.turns:
         notes |= {"prepare_s": after_s[0], "ready_s": after_s[-1]}
     if name.startswith("nimble"):
         notes["explained"] = explained(calls[0])
@@ -122,25 +122,6 @@ def explained(engine: Any) -> Json:
 
 
 # ------------------------------------------------------------ speed
-
-
-def fill(part: Part, report: Report) -> Json:
-    """Let all that compiles fill the caches on disk, beside others that do the same.
-
-    What was found fastest meanwhile is forgotten: that is found out by those who measure, alone.
-    """
-    compiling = [name for name in part.systems if BY_NAME[name].compiles]
-    subject = Subject(part, None) if part.case.trains else Subject.load(part)
-    for name in compiling:
-        report({"stage": f"compiling for {name}"})
-        if part.case.trains:
-            with torch.enable_grad():
-                attempt({}, prepare_step, subject, name, training.Trainee.load(part))
-        else:
-            attempt({}, prepare, subject, name, [subject.inputs(0)])
-    for noted in Path(part.cache).rglob(_TUNED):
-        noted.unlink()
-    return {}
 
 
 def speed(part: Part, report: Report) -> Json:
@@ -159,7 +140,7 @@ def speed(part: Part, report: Report) -> Json:
         if made is not None:
             calls[name] = made[0]
             notes.update(made[1])
-    report({**found, "stage": "measuring"})
+    report({**found, "stage": MEASURING})
     eager: list[float] = []
     with gpu.loaded(part.case.load) as load:
         for stage, (case, reference) in enumerate(zip(cases, exact, strict=True)):
@@ -291,7 +272,7 @@ def _train(part: Part, report: Report) -> Json:
         if made is not None:
             steps[name] = made[0]
             notes.update(made[1])
-    report({**found, "stage": "measuring"})
+    report({**found, "stage": MEASURING})
     usual, eager = original.twin(part), list[float]()
     for stage, (batch, wanted) in enumerate(zip(batches, exact, strict=True)):
         eager.append(training.error_of(usual, training.STEPS["eager"](usual, batch), batch, wanted))
@@ -352,7 +333,7 @@ def call_path(part: Part, report: Report) -> Json:
         acts["replay"] = note_launches(engine, launched)
         acts["cudagraph"] = lambda: captured(*args, **kwargs)
     taken: dict[str, list[float]] = {name: [] for name in [*acts, *(["launched"] if launched else [])]}
-    report({"stage": "measuring"})
+    report({"stage": MEASURING})
     for _, (name, act) in itertools.product(range(20 * part.rounds), acts.items()):
         subject.synchronize()
         start = time.perf_counter()
@@ -383,7 +364,6 @@ def note_launches(engine: Any, launched: list[float]) -> Callable[[], None]:
 
 
 _WORK: dict[str, Callable[[Part, Report], Json]] = {
-    "fill": fill,
     "speed": speed,
     "plan": speed,
     "train": train,
@@ -416,8 +396,17 @@ def main() -> None:
     """The part is the first argument, as JSON; what is found goes to the file named by the second."""
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     part, out = Part.from_dict(json.loads(sys.argv[1])), Path(sys.argv[2])
+    if part.turns:
+        take_turns(Path(part.turns))
 
     def report(found: Json) -> None:
+        if part.turns and found.get("stage") == MEASURING:
+            write({**found, "stage": WAITING})
+            while not out.with_suffix(GO).exists():
+                time.sleep(0.05)
+        write(found)
+
+    def write(found: Json) -> None:
         # Whoever reads it meanwhile finds one state or the other.
         draft = out.with_suffix(".draft")
         draft.write_text(json.dumps(plain(found), allow_nan=False), encoding="utf-8")

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from torch_nimble.capture import Captured
+from torch_nimble.execute.measure import alone
 from torch_nimble.execute.streams import Streams, abandon
 from torch_nimble.lower.passes.layout import CONVOLUTIONS
 from torch_nimble.taskgraph import Layout
@@ -41,7 +42,8 @@ def faster_layout(captured: Captured, device: torch.device) -> Layout:
     if as_captured == channels_last:
         return "as captured"
     try:
-        is_faster = _seconds(channels_last, device) < _seconds(as_captured, device)
+        with alone():
+            is_faster = _seconds(channels_last, device) < _seconds(as_captured, device)
     except RuntimeError as reason:  # memory, or a convolution that only this network can make work
         log.info("layouts could not be compared: %s", reason)
         return "as captured"

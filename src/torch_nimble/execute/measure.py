@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 ROUNDS_AT_LEAST = 3
@@ -13,6 +14,20 @@ ROUNDS_AT_MOST = 21
 _FAIR_ROUNDS = 2
 TIE = 1.02
 """Medians closer than this factor count as equal: the noise of a quiet machine."""
+
+
+Alone = Callable[[], AbstractContextManager[None]]
+_alone: list[Alone] = [nullcontext]
+
+
+def alone() -> AbstractContextManager[None]:
+    """Entered by all that takes times on a GPU."""
+    return _alone[-1]()
+
+
+def time_alone(make: Alone) -> None:
+    """Let processes that share a GPU take turns: from now on times are taken inside of this."""
+    _alone.append(make)
 
 
 @dataclass(frozen=True, slots=True)
