@@ -48,6 +48,20 @@ def protect_results(graph: fx.Graph, constants: frozenset[str]) -> int:
     return cloned
 
 
+def writes_values(graph: fx.Graph) -> bool:
+    """Whether operators write values of the graph: the same one may then mean different things.
+
+    The write-backs at the end read what they write elsewhere and do not matter.
+    """
+    return any(writes(node) and not is_write_back(node) for node in graph.nodes)
+
+
+def writes(node: fx.Node) -> bool:
+    """Whether an operator writes what it is given, by its schema."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
 def is_write_back(node: fx.Node) -> bool:
     """Whether a node puts a new value into a buffer or an input, as the last ones of a graph do."""
     target = node.args[0] if node.target is _aten.copy_.default else None

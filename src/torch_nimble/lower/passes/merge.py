@@ -7,16 +7,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from torch_nimble.lower.passes.guard import is_write_back
+from torch_nimble.lower.passes.guard import writes, writes_values
 
 
 def merge_equal(graph: fx.Graph, constants: frozenset[str]) -> int:
     """Replace calls of one operator on the same arguments by the first of them; how many went.
 
-    Nothing is done where operators write values of the graph: the same arguments may then mean
-    different values. The write-backs at the end read what they write elsewhere and do not matter.
+    Nothing is done where operators write values of the graph.
     """
-    if any(_writes(node) and not is_write_back(node) for node in graph.nodes):
+    if writes_values(graph):
         return 0
     first: dict[Any, fx.Node] = {}
     merged = 0
@@ -32,7 +31,7 @@ def merge_equal(graph: fx.Graph, constants: frozenset[str]) -> int:
 
 def _key(node: fx.Node) -> Any:
     """The same for calls that give the same value; None for what must be left alone."""
-    if node.op != "call_function" or node.is_impure() or _writes(node):
+    if node.op != "call_function" or node.is_impure() or writes(node):
         return None
     if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
         return None
@@ -51,8 +50,3 @@ def _hashable(value: Any) -> Any:
         return tuple((name, _hashable(item)) for name, item in value.items())
     # 1, 1.0 and True are different arguments, and so are 0.0 and -0.0.
     return (type(value), repr(value) if isinstance(value, float) else value)
-
-
-def _writes(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and bool(schema.is_mutable)
