@@ -44,6 +44,7 @@ from torch_nimble.bench.suites import Case
 from torch_nimble.bench.turns import Turns
 from torch_nimble.cli import app
 from torch_nimble.errors import InputError, NimbleError, OptionError
+from torch_nimble.taskgraph import Task
 from torch_nimble.tree import flatten_output
 
 CASE = Case(SMALL, inputs=(SHAPE,))
@@ -481,6 +482,15 @@ def test_two_parts_side_by_side_in_processes_of_their_own(
 def test_a_part_reaches_its_process_unchanged() -> None:
     part = replace(PART, case=replace(CASE, extra=("xla",), load=True))
     assert Part.from_dict(json.loads(json.dumps(asdict(part)))) == part
+
+
+def test_times_are_told_by_kind() -> None:
+    tasks = [
+        Task("a", "triton_poi_fused_relu_3", cost_us=1.5),
+        Task("b", "triton_poi_fused_add", cost_us=2.0),
+        Task("c", "aten.mm.out"),
+    ]
+    assert worker.times_by_kind(tasks) == {"triton_poi": [2, 3.5], "aten.mm.out": [1, 0.0]}
 
 
 # ------------------------------------------------------------ runs on the CPU

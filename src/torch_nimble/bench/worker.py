@@ -32,6 +32,7 @@ from torch_nimble.bench.timing import Stopwatch
 from torch_nimble.bench.turns import take_turns
 from torch_nimble.errors import NimbleError
 from torch_nimble.execute.check import TOLERANCE, worst_error
+from torch_nimble.taskgraph import Task
 
 _INPUT_SETS = 8
 _ERROR_FACTOR, _ERROR_FLOOR, _DISTANCE = 1.5, 1e-6, 100
@@ -116,9 +117,22 @@ def made_ready(
 
 
 def explained(engine: Any) -> Json:
-    """What an engine says of its first signature, and what it runs eagerly."""
+    """What an engine says of its first signature, what runs eagerly, and which tasks take how long."""
     found = engine.explain().to_dict()
-    return {**(found.get("signatures") or [{}])[0], "fallbacks": found.get("fallbacks", [])}
+    told = {**(found.get("signatures") or [{}])[0], "fallbacks": found.get("fallbacks", [])}
+    return {**told, "kinds": times_by_kind(engine.taskgraph.tasks)} if found["signatures"] else told
+
+
+def times_by_kind(tasks: Sequence[Task]) -> dict[str, list[float]]:
+    """How many tasks of each kind there are, and their microseconds; Triton's kernels by first words."""
+    found: dict[str, list[float]] = {}
+    for task in tasks:
+        words = task.kind.split("_")
+        kind = "_".join(words[:2]) if words[0] == "triton" else task.kind
+        total = found.setdefault(kind, [0, 0.0])
+        total[0] += 1
+        total[1] += task.cost_us or 0.0
+    return found
 
 
 # ------------------------------------------------------------ speed
