@@ -13,6 +13,7 @@ package, or asking the command line for help, does not load torch.
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from torch_nimble.training.step import TrainingStep
 
 __version__ = "0.1.0"
+
+logging.getLogger("torch_nimble").addHandler(logging.NullHandler())  # silent until somebody listens
 
 _HOME = {
     "Buffer": "taskgraph",

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 import torch_nimble
-from torch_nimble.errors import NimbleError
+from torch_nimble.errors import NimbleError, OptionError
 
 app = typer.Typer(
     name="torch-nimble",
@@ -91,13 +91,51 @@ def plan(
     console = Console(stderr=as_json, highlight=False)
     made = make_plan(target, inputs or [], dtype, lanes, console)
     if save is not None:
-        made.plan.save(save)
+        try:
+            made.plan.save(save)
+        except OSError as reason:
+            raise OptionError(f"cannot write the plan to {str(save)!r}: {reason.strerror}") from reason
     if as_json:
         typer.echo(json.dumps(made.to_dict(), indent=1))
     else:
         show_plan(made, console)
         if save is not None:
             console.print(f"saved to {save}")
+
+
+@app.command()
+def report(
+    target: Annotated[
+        str,
+        typer.Argument(help="A network of the zoo, package.module:name, or a task graph's .json."),
+    ],
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option("--input", help="An input, such as 1x3x224x224 or 1x128:int64. Repeatable."),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Convert model and inputs: fp32, fp16, bf16, fp64.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cuda or cpu; a GPU if there is one, unless given.")
+    ] = None,
+    times: Annotated[
+        str | None,
+        typer.Option(help="measured, in a real pass, or simulated. A task graph is simulated."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+    trace: Annotated[
+        Path | None, typer.Option(help="Write the timeline for Perfetto and chrome://tracing, too.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Write a page about a plan: timeline, graph, tasks, candidates."""
+    from torch_nimble.reporting import Wanted, make_report
+
+    console = Console(stderr=as_json, highlight=False)
+    made = make_report(Wanted(target, inputs or [], dtype, device, times, out, trace), console)
+    if as_json:
+        typer.echo(json.dumps(made, indent=1))
 
 
 @app.command()

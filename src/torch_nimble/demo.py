@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,18 +79,8 @@ def run_demo(name: str, rounds: int, console: Console, device: str | None = None
             reference, _ = flatten_output(model(*args, **kwargs))
             another, _ = flatten_output(model(*given_args, **given_kwargs))
             result, _ = flatten_output(fast(*args, **kwargs))
-            finish = torch.cuda.synchronize if home.type == "cuda" else _nothing
-
-            def eager_call() -> None:
-                model(*args, **kwargs)
-                finish()
-
-            def our_call() -> None:
-                fast(*args, **kwargs)
-                finish()
-
-            status.update("timing both, interleaved")
-            timings = race({"eager": eager_call, "ours": our_call}, rounds=rounds, settle=3)
+        status.update("timing both, interleaved")
+        timings = raced(model, fast, args, kwargs, home, rounds)
     dtype = reference[0].dtype
     account = DemoAccount(
         network=network.name,
@@ -112,6 +103,28 @@ def run_demo(name: str, rounds: int, console: Console, device: str | None = None
     )
     fast.close()
     return account
+
+
+def raced(
+    model: Any,
+    fast: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    home: torch.device,
+    rounds: int,
+) -> dict[str, Timing]:
+    """Calls of the model (`eager`) and of its engine (`ours`), timed in interleaved rounds."""
+    finish = torch.cuda.synchronize if home.type == "cuda" else _nothing
+
+    def timed(call: Any) -> Callable[[], None]:
+        def run() -> None:
+            call(*args, **kwargs)
+            finish()
+
+        return run
+
+    with torch.no_grad():
+        return race({"eager": timed(model), "ours": timed(fast)}, rounds=rounds, settle=3)
 
 
 def _where(home: torch.device) -> str:

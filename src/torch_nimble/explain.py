@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import io
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,6 +17,9 @@ from torch_nimble.execute.measure import Timing
 from torch_nimble.plans import GraphFacts
 
 log = logging.getLogger("torch_nimble")
+
+_WORDS = ("", "candidate", "note", "reason", "remedy")
+"""Columns with words, which are aligned to the left."""
 
 
 @dataclass(frozen=True)
@@ -96,14 +100,11 @@ class Explanation:
 
     def __rich__(self) -> RenderableType:
         parts: list[RenderableType] = [Text(f"{self.model} on {self.device}", style="bold")]
-        if self.disabled:
-            parts.append(Text("disabled by TORCH_NIMBLE_DISABLE: every call runs eagerly"))
-        if self.closed:
-            parts.append(Text("closed"))
-        if not self.signatures and not self.disabled and not self.closed:
-            parts.append(Text("nothing prepared yet"))
+        parts += map(Text, self._states())
         for account in self.signatures:
-            parts += _signature_parts(account)
+            lines = [*_signature_lines(account), *account.notes]
+            parts += [*map(Text, lines), _candidates_table(account)]
+            parts += map(Text, _preparation_lines(account))
         for fallback in self.fallbacks:
             parts.append(Text(f"{fallback.calls} calls ran eagerly: {fallback.reason}", style="yellow"))
             parts.append(Text(f"  {fallback.remedy}"))
@@ -116,7 +117,29 @@ class Explanation:
         return captured.get().rstrip()
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+        """The same for notebooks: lines, a table of candidates for each signature, what ran eagerly."""
+        parts = [f"<p><b>{html.escape(self.model)}</b> on {html.escape(self.device)}</p>"]
+        parts += [f"<p>{html.escape(line)}</p>" for line in self._states()]
+        for account in self.signatures:
+            lines = [*_signature_lines(account), *account.notes]
+            parts += [f"<p>{'<br>'.join(map(html.escape, lines))}</p>"]
+            parts += [_html_table(_columns(account), _rows(account), account.chosen)]
+            parts += [f"<p>{html.escape(line)}</p>" for line in _preparation_lines(account)]
+        if self.fallbacks:
+            rows = [(str(f.calls), f.reason, f.remedy) for f in self.fallbacks]
+            parts += [_html_table(("calls that ran eagerly", "reason", "remedy"), rows)]
+        return f"<div>{''.join(parts)}</div>"
+
+    def _states(self) -> list[str]:
+        """What there is to say of the whole."""
+        said = []
+        if self.disabled:
+            said.append("disabled by TORCH_NIMBLE_DISABLE: every call runs eagerly")
+        if self.closed:
+            said.append("closed")
+        if not self.signatures and not self.disabled and not self.closed:
+            said.append("nothing prepared yet")
+        return said
 
 
 def _signature_dict(account: SignatureAccount) -> dict[str, Any]:
@@ -140,7 +163,7 @@ def _signature_dict(account: SignatureAccount) -> dict[str, Any]:
     return entry
 
 
-def _signature_parts(account: SignatureAccount) -> list[RenderableType]:
+def _signature_lines(account: SignatureAccount) -> list[str]:
     facts = account.facts
     chosen = next(c for c in account.candidates if c.name == account.chosen)
     replay_us = 0.0 if chosen.timing is None else chosen.timing.median_us
@@ -160,48 +183,84 @@ def _signature_parts(account: SignatureAccount) -> list[RenderableType]:
             "the model is in training mode: batch norm is not folded and dropout draws; "
             "call eval() for inference"
         )
+    return lines
+
+
+def _preparation_lines(account: SignatureAccount) -> list[str]:
     total = sum(account.stages_s.values())
     stages = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in account.stages_s.items())
-    table = _candidates_table(account)
-    return [*map(Text, (*lines, *account.notes)), table, Text(f"prepared in {total:.1f} s: {stages}")]
+    changed = ", ".join(f"{name} {count}" for name, count in account.passes.items() if count)
+    return [
+        f"prepared in {total:.1f} s: {stages}",
+        *([f"changed by passes: {changed}"] if changed else []),
+    ]
+
+
+def _columns(account: SignatureAccount) -> list[str]:
+    """Headers of the table of candidates: what no candidate has is left out."""
+    candidates = account.candidates
+    return [
+        "",
+        "candidate",
+        "streams",
+        "waits",
+        *(["threads"] if any(c.threads for c in candidates) else []),
+        *(["memory"] if any(c.memory_bytes for c in candidates) else []),
+        "median",
+        "spread",
+        "error",
+        *(["note"] if any(c.note for c in candidates) else []),
+    ]
+
+
+def _rows(account: SignatureAccount) -> list[tuple[str, ...]]:
+    """A row for each candidate, in these columns."""
+    shown = _columns(account)
+    return [
+        tuple(text for name, text in _cells(c, c.name == account.chosen).items() if name in shown)
+        for c in account.candidates
+    ]
+
+
+def _cells(c: Candidate, is_chosen: bool) -> dict[str, str]:
+    timing = c.timing
+    return {
+        "": "→" if is_chosen else "",
+        "candidate": c.name,
+        "streams": str(c.streams),
+        "waits": str(c.waits),
+        "threads": str(c.threads),
+        "memory": f"{c.memory_bytes / 2**20:.0f} MiB",
+        "median": _time(timing.median_us) if timing else "–",
+        "spread": f"{timing.spread:.0%}" if timing and len(timing.rounds_s) > 2 else "–",
+        "error": f"{c.error:.1e}" if c.error is not None else "–",
+        "note": c.note,
+    }
 
 
 def _candidates_table(account: SignatureAccount) -> Table:
-    has_threads = any(c.threads for c in account.candidates)
-    has_memory = any(c.memory_bytes for c in account.candidates)
-    has_notes = any(c.note for c in account.candidates)
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for column, is_shown in (
-        ("", True),
-        ("candidate", True),
-        ("streams", True),
-        ("waits", True),
-        ("threads", has_threads),
-        ("memory", has_memory),
-        ("median", True),
-        ("spread", True),
-        ("error", True),
-    ):
-        if is_shown:
-            side: JustifyMethod = "left" if column in ("", "candidate") else "right"
-            table.add_column(column, justify=side, no_wrap=True)
-    if has_notes:
-        table.add_column("note")
-    for c in account.candidates:
-        timing = c.timing
-        table.add_row(
-            "→" if c.name == account.chosen else "",
-            c.name,
-            str(c.streams),
-            str(c.waits),
-            *([str(c.threads)] if has_threads else []),
-            *([f"{c.memory_bytes / 2**20:.0f} MiB"] if has_memory else []),
-            _time(timing.median_us) if timing else "–",
-            f"{timing.spread:.0%}" if timing and len(timing.rounds_s) > 2 else "–",
-            f"{c.error:.1e}" if c.error is not None else "–",
-            *([c.note] if has_notes else []),
-        )
+    for column in _columns(account):
+        side: JustifyMethod = "left" if column in _WORDS else "right"
+        table.add_column(column, justify=side, no_wrap=column != "note")
+    for row in _rows(account):
+        # Texts, since reasons and names may have brackets, which would be taken for markup.
+        table.add_row(*map(Text, row))
     return table
+
+
+def _html_table(header: Sequence[str], rows: Sequence[Sequence[str]], chosen: str = "") -> str:
+    sides = ["left" if name in _WORDS else "right" for name in header]
+
+    def line(cells: Sequence[str], tag: str, weight: str) -> str:
+        made = (
+            f'<{tag} style="text-align:{side};font-weight:{weight}">{html.escape(cell)}</{tag}>'
+            for cell, side in zip(cells, sides, strict=True)
+        )
+        return f"<tr>{''.join(made)}</tr>"
+
+    body = "".join(line(row, "td", "bold" if chosen and chosen in row else "normal") for row in rows)
+    return f"<table><thead>{line(header, 'th', 'bold')}</thead><tbody>{body}</tbody></table>"
 
 
 def _time(microseconds: float) -> str:

@@ -10,6 +10,7 @@ import gc
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn, Self
 
 import torch
@@ -24,6 +25,7 @@ from torch_nimble.options import Options, disabled_by_environment
 from torch_nimble.plans import Plan
 from torch_nimble.prepare import Progress, refused_by_model
 from torch_nimble.prepared import Prepared
+from torch_nimble.report import Report, Times, report_of, save_page
 from torch_nimble.signature import Signature, check_devices, check_kinds, tensor_keys
 from torch_nimble.taskgraph import TaskGraph
 from torch_nimble.tree import Node, unflatten_inputs
@@ -317,6 +319,22 @@ class Planned(ABC):
             signatures=tuple(prepared.account() for prepared in list(self._prepared.values())),
             fallbacks=self._fallbacks.all(),
         )
+
+    def report(self, path: str | Path, *, times: Times = "measured") -> Report:
+        """Write a page about the plan of the signature prepared last: timeline, tasks, candidates.
+
+        One HTML file that fetches nothing. Times are those of a real pass on made-up inputs, in which
+        nothing of the model changes, or simulated from what each task took by itself.
+        """
+        made = self._report(times)
+        save_page(made, path)
+        return made
+
+    def _report(self, times: Times) -> Report:
+        prepared = self._latest()
+        graph, plan = prepared.choice.lowered.graph, prepared.choice.plan
+        account, device = prepared.account(), prepared.device.described()
+        return report_of(self.explain(), account, graph, plan, device, prepared.timeline, times)
 
     def _latest(self) -> Prepared:
         self._check_usable()

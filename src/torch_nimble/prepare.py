@@ -216,3 +216,4 @@ class _Stages:
         start = time.perf_counter()
         yield
         self.seconds[name] = time.perf_counter() - start
+        log.debug("%s took %.3f s", name, self.seconds[name])

@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 
-from torch_nimble.capture import Traceable
+from torch_nimble.capture import Traceable, generators_kept
 from torch_nimble.devices import Device
 from torch_nimble.errors import StateError
 from torch_nimble.execute.autocast import autocast_off
 from torch_nimble.explain import SignatureAccount
+from torch_nimble.lower.program import InputSlot
 from torch_nimble.options import Options
 from torch_nimble.prepare import Choice, Progress, prepare
 from torch_nimble.regions import Region, disjoint
-from torch_nimble.schedule import critical_path
+from torch_nimble.schedule import Timeline, critical_path
 from torch_nimble.signature import Signature
 from torch_nimble.tree import Structure, unflatten_output
 from torch_nimble.weights import FoldedConstants, Watch
@@ -119,6 +120,29 @@ class Prepared:
             self.closed = True
             self.choice.executable.close()
 
+    def timeline(self) -> Timeline:
+        """When each task runs in a real pass, on made-up inputs and copies of what the plan writes."""
+        state, executable = self._program.state, self.choice.executable
+        with (
+            self._lock,
+            torch.inference_mode(False),
+            torch.no_grad(),
+            autocast_off(),
+            generators_kept(),
+            self.device.running(),
+        ):
+            if self.closed:
+                raise StateError("the engine was closed while its report waited for its turn")
+            inputs = [
+                _made_up(slot, dtype, self.device.device)
+                for slot, (_, dtype, _) in zip(self._program.inputs, self.signature.tensors, strict=True)
+            ]
+            constants = {
+                name: tensor.clone() if name in state else tensor
+                for name, tensor in executable.constants.items()
+            }
+            return self.device.timeline(executable, constants, inputs)
+
     def account(self) -> SignatureAccount:
         """What `explain()` says about this signature."""
         graph, plan = self.choice.lowered.graph, self.choice.plan
@@ -140,6 +164,17 @@ class Prepared:
             notes=self.device.notes(),
             tasks_are=self.choice.lowered.tasks_are,
         )
+
+
+def _made_up(slot: InputSlot, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An input of that kind: noise, or zeros for whole numbers, which are valid as indices."""
+    steps = zip(slot.sizes, slot.strides, strict=True)
+    count = 0 if 0 in slot.sizes else 1 + sum((size - 1) * stride for size, stride in steps)
+    flat = torch.zeros(count, dtype=dtype, device=device)
+    if dtype.is_floating_point or dtype.is_complex:
+        wide = torch.complex64 if dtype.is_complex else torch.float32
+        flat.copy_(torch.randn(count, dtype=wide, device=device))
+    return flat.as_strided(slot.sizes, slot.strides)
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -33,11 +33,16 @@ Layout = Literal["as captured", "channels-last"]
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """One allocation. `nbytes` is 0 where the size is unknown or does not matter."""
+    """One allocation. `nbytes` is 0 where the size is unknown or does not matter.
+
+    `dtype` and `sizes` are those of the tensor it was made for, where that is known.
+    """
 
     name: str
     kind: BufferKind = "temporary"
     nbytes: int = 0
+    dtype: str = ""
+    sizes: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +163,7 @@ class TaskGraph:
             "layout": self.layout,
             "tasks": [_task_to_dict(task) for task in self.tasks],
             "edges": [[self.tasks[u].name, self.tasks[v].name] for u, v in self.edges],
-            "buffers": [{"name": b.name, "kind": b.kind, "nbytes": b.nbytes} for b in self.buffers],
+            "buffers": [_buffer_to_dict(buffer) for buffer in self.buffers],
         }
 
     @classmethod
@@ -396,6 +401,15 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
+def _buffer_to_dict(buffer: Buffer) -> dict[str, Any]:
+    entry: dict[str, Any] = {"name": buffer.name, "kind": buffer.kind, "nbytes": buffer.nbytes}
+    if buffer.dtype:
+        entry["dtype"] = buffer.dtype
+    if buffer.sizes is not None:
+        entry["sizes"] = list(buffer.sizes)
+    return entry
+
+
 def _buffer_from_dict(entry: Any) -> Buffer:
     if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
         raise GraphError(f"buffer {entry!r} needs a field 'name' with a text")
@@ -405,4 +419,9 @@ def _buffer_from_dict(entry: Any) -> Buffer:
         raise GraphError(f"buffer {entry['name']!r} has the kind {kind!r}; it must be one of {allowed}")
     if not _is_count(nbytes):
         raise GraphError(f"buffer {entry['name']!r} has {nbytes!r} bytes; give a number from 0 on")
-    return Buffer(entry["name"], kind, nbytes)
+    sizes = entry.get("sizes")
+    if sizes is not None and not (isinstance(sizes, list) and all(map(_is_count, sizes))):
+        raise GraphError(f"buffer {entry['name']!r} has the sizes {sizes!r}; give a list of numbers")
+    return Buffer(
+        entry["name"], kind, nbytes, str(entry.get("dtype", "")), None if sizes is None else tuple(sizes)
+    )

@@ -107,9 +107,11 @@ def full() -> list[Json]:
             "googlenet",
             settings={"signatures": 8},
             systems={
-                "nimble": {"memory": {"peak": {"allocated": 30 << 20}, "held": {"reserved": 24 << 20}}},
+                "nimble": {
+                    "memory": {"peak": {"allocated": 30 << 20}, "running": {"reserved": 24 << 20}}
+                },
                 "reduce-overhead": {
-                    "memory": {"peak": {"allocated": 25 << 20}, "held": {"reserved": 20 << 20}}
+                    "memory": {"peak": {"allocated": 25 << 20}, "running": {"reserved": 20 << 20}}
                 },
             },
         ),

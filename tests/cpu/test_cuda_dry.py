@@ -25,6 +25,7 @@ from torch_nimble.devices.cuda import CudaDevice
 from torch_nimble.errors import LoweringError
 from torch_nimble.execute.cuda import CudaExecutable
 from torch_nimble.execute.room import Room
+from torch_nimble.execute.timelines import cuda_timeline
 from torch_nimble.flags import numeric_flags
 from torch_nimble.lower import Lowered, lower
 from torch_nimble.options import Options
@@ -273,6 +274,44 @@ def test_the_short_way_is_only_for_plain_plans(model: nn.Module) -> None:
     assert static.short_way is None
     (result,) = static.call(plain_trial.inputs)
     assert result.data_ptr() == binding.outputs[0].data_ptr()
+
+
+def test_a_timeline_is_taken_by_events_around_every_task(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Clock(BaseEvent):
+        """Half a millisecond passes between two events; replays change nothing."""
+
+        recorded = 0
+
+        def __init__(self, enable_timing: bool = False, external: bool = False) -> None:
+            self.at, self.is_external = 0.0, enable_timing and external
+
+        def record(self, stream: Stream | None = None) -> None:
+            if self.is_external:
+                Clock.recorded += 1
+                self.at = Clock.recorded / 2
+
+        def elapsed_time(self, other: Any) -> float:
+            return float(other.at - self.at)
+
+    class OwnClock(Clock): ...  # the room asks for the method of the class above
+
+    monkeypatch.setattr(torch.cuda, "Event", OwnClock)
+    x, cache = inputs()
+    lowered, trial = parts(model, x, cache)
+    plan = max_concurrency(lowered.graph)
+    executable = CudaExecutable(lowered, plan, Room(CPU))
+    executable.bind(trial.copied_constants, trial.inputs)
+    bindings, captures = dict(executable._bindings), Graph.captures
+    timeline = cuda_timeline(executable, trial.copied_constants, trial.inputs)
+    assert Graph.captures == captures + 1
+    assert executable._bindings == bindings
+    assert [(s.task, s.stream) for s in timeline.spans] == [(a.task, a.stream) for a in plan.launches]
+    # Captured one after another: the k-th task is between the events 2k and 2k + 1.
+    assert [(s.start_us, s.end_us) for s in timeline.spans] == [
+        (1000.0 * k, 1000.0 * k + 500) for k in range(len(plan.launches))
+    ]
 
 
 # -------------------------------------------------------------------- candidates and calls

@@ -3,32 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from torch_nimble.bench.record import Json, value_at
 from torch_nimble.bench.selection import OURS, compared, faults_of, notes_of, place_of
+from torch_nimble.look import NOTHING, Cell, Grid, number, word
 
-
-@dataclass(frozen=True)
-class Cell:
-    """What is shown, and by what it sorts; without a value it sorts last."""
-
-    text: str
-    value: float | str | None = None
-    tone: str = ""
-    """`good`, `bad` or `ours`."""
-
-
-@dataclass(frozen=True)
-class Grid:
-    """A table; its first column names the row."""
-
-    header: tuple[str, ...]
-    rows: tuple[tuple[Cell, ...], ...]
-
-
-NOTHING, FAILED, WRONG = Cell("–"), Cell("failed", None, "bad"), Cell("wrong", None, "bad")
+FAILED, WRONG = Cell("failed", None, "bad"), Cell("wrong", None, "bad")
 Column = tuple[str, Callable[[Json], Cell]]
 
 
@@ -59,18 +40,6 @@ def _names(entries: Sequence[Json]) -> list[Column]:
 
 
 # ------------------------------------------------------------ cells
-
-
-def word(text: Any) -> Cell:
-    """A text that sorts as such."""
-    return NOTHING if text is None or text == "" else Cell(str(text), str(text))
-
-
-def number(value: Any, form: str = ",.0f", unit: str = "", tone: str = "") -> Cell:
-    """A number that sorts as such."""
-    if not isinstance(value, int | float):
-        return NOTHING
-    return Cell(f"{value:{form}}{unit}".replace(",", "\u202f"), float(value), tone)
 
 
 def faster_cell(entry: Json, system: str, than: str | None) -> Cell:

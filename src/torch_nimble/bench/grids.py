@@ -13,21 +13,16 @@ from typing import Any
 
 from torch_nimble.bench import record
 from torch_nimble.bench.cells import (
-    NOTHING,
-    Cell,
     Column,
-    Grid,
     at,
     error_cell,
     faster_cell,
     grid_of,
     has_number,
     judged,
-    number,
     over,
     p50_cell,
     said,
-    word,
 )
 from torch_nimble.bench.record import Json
 from torch_nimble.bench.selection import (
@@ -49,6 +44,7 @@ from torch_nimble.bench.selection import (
     quicker_peers,
 )
 from torch_nimble.bench.suites import PAPER_SPEEDUPS, PAPER_STREAMS, PAPER_TRAINING
+from torch_nimble.look import NOTHING, Cell, Grid, number, word
 
 AGREE = 0.03
 """Repeated runs agree if their ratios are no further apart than this."""
@@ -93,6 +89,18 @@ def training(entries: Sequence[Json]) -> Grid:
     cells = [published(entry) for entry in entries]
     rows = tuple((*row, cell) for row, cell in zip(made.rows, cells, strict=True))
     return replace(made, header=(*made.header, "paper, V100"), rows=rows)
+
+
+def step_memory(entries: Sequence[Json]) -> Grid:
+    """MiB that torch reserves for a step at most, weights not counted, every system."""
+    path = "memory.own.reserved"
+    known = [e for e in entries if at(f"{OURS}.{path}")(e) != NOTHING]
+    columns: list[Column] = [
+        (called(name), at(f"{name}.{path}", scale=2**-20)) for name in measured(known)
+    ]
+    peers = (("vs compile", "compile"), ("vs reduce-overhead", "reduce-overhead"))
+    columns += [(title, over(f"{OURS}.{path}", f"{name}.{path}")) for title, name in peers]
+    return grid_of(known, columns)
 
 
 def latency(entries: Sequence[Json]) -> Grid:
@@ -237,11 +245,11 @@ def costs(entries: Sequence[Json]) -> Grid:
 
 
 def memory(entries: Sequence[Json]) -> Grid:
-    """MiB: the most that torch had in use while a system was made ready, and what it then has reserved.
+    """MiB: the most that torch had in use while a system was made ready, and reserved in calls then.
 
     What it had reserved meanwhile for several plans that were tried says little: it is given back.
     """
-    kinds = (("in use", "peak.allocated"), ("reserved", "held.reserved"))
+    kinds = (("in use", "peak.allocated"), ("reserved", "running.reserved"))
     columns: list[Column] = [("signatures", lambda e: word(str(e["settings"]["signatures"])))]
     columns += [
         (f"{called(name)}, {what}", at(f"{name}.memory.{field}", scale=2**-20))

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch_nimble.bench import figures, grids
-from torch_nimble.bench.cells import Grid
 from torch_nimble.bench.record import Json
 from torch_nimble.bench.selection import (
     batched,
@@ -19,6 +18,7 @@ from torch_nimble.bench.selection import (
     targets_of,
 )
 from torch_nimble.bench.suites import BRANCHING, PAPER_IDLE
+from torch_nimble.look import Grid
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def sections_of(entries: Sequence[Json], readings: Mapping[str, str]) -> list[Se
             "Training steps",
             "p50 of a whole step in µs: forward, backward and update with SGD and momentum. Images of "
             "CIFAR-10's size; texts of 128 tokens. cudagraph: an eager step in one CUDA graph.",
-            grids=(grids.training(of(gpu, "train")),),
+            grids=(grids.training(of(gpu, "train")), grids.step_memory(of(gpu, "train"))),
         ),
         Section(
             "batches",

@@ -16,7 +16,6 @@ from rich.table import Table
 from rich.text import Text
 
 from torch_nimble.bench import grids
-from torch_nimble.bench.cells import Grid
 from torch_nimble.bench.record import Json
 from torch_nimble.bench.selection import (
     batched,
@@ -33,6 +32,7 @@ from torch_nimble.bench.selection import (
 )
 from torch_nimble.bench.suites import BRANCHING
 from torch_nimble.errors import InputError
+from torch_nimble.look import Grid
 
 _STYLES = {"good": "green", "bad": "red", "ours": "bold"}
 _BY_MEASURE = (

@@ -107,8 +107,14 @@ def made_ready(
             after_s.append(time.perf_counter() - start)
     peak = gpu.memory(part.device, peak=True)
     held = gpu.memory(part.device, restart=True)
+    for call, (args, kwargs) in zip(itertools.cycle(calls), samples, strict=False):
+        call(*args, **kwargs)
+        subject.synchronize()
+    running = gpu.memory(part.device, peak=True)
     added = {field: held[field] - before[field] for field in held}
-    notes: Json = {"memory": {"before": before, "peak": peak, "held": held, "added": added}}
+    own = {field: running[field] - before[field] for field in running}
+    memory = {"before": before, "peak": peak, "held": held, "running": running}
+    notes: Json = {"memory": {**memory, "added": added, "own": own}}
     if not part.turns:
         notes |= {"prepare_s": after_s[0], "ready_s": after_s[-1]}
     if name.startswith("nimble"):

@@ -18,7 +18,7 @@ from torch_nimble.explain import Candidate
 from torch_nimble.lower import Lowered
 from torch_nimble.options import Options
 from torch_nimble.plans import Plan
-from torch_nimble.schedule import verify
+from torch_nimble.schedule import Timeline, verify
 from torch_nimble.taskgraph import TaskGraph
 from torch_nimble.trial import Trial
 
@@ -153,6 +153,19 @@ class Device(abc.ABC):
 
         `strides` are those that eager gives to each result.
         """
+
+    @abc.abstractmethod
+    def timeline(
+        self,
+        executable: Executable,
+        constants: Mapping[str, torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+    ) -> Timeline:
+        """When each task of a plan runs in a real pass, which writes these constants and inputs."""
+
+    @abc.abstractmethod
+    def described(self) -> str:
+        """The device in words."""
 
     def left_out(self, trial: Trial, options: Options) -> tuple[Candidate, ...]:
         """What was not tried for want of sense, and why."""

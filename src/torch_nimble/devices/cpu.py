@@ -15,11 +15,12 @@ from torch_nimble.devices.base import Device, Entry, Executable, Strides, custom
 from torch_nimble.execute.cpu import CpuExecutable
 from torch_nimble.execute.measure import Timing, race
 from torch_nimble.execute.threads import with_intra_threads
+from torch_nimble.execute.timelines import cpu_timeline
 from torch_nimble.explain import Candidate, not_tried
 from torch_nimble.lower import Lowered, lower
 from torch_nimble.options import Options
 from torch_nimble.plans import Plan
-from torch_nimble.schedule import analyse, lanes, max_concurrency, serial
+from torch_nimble.schedule import Timeline, analyse, lanes, max_concurrency, serial
 from torch_nimble.taskgraph import TaskGraph
 from torch_nimble.trial import Trial
 
@@ -123,6 +124,20 @@ class CpuDevice(Device):
         assert isinstance(winner.executable, CpuExecutable)
         winner.executable.bind(winner.trial.constants)
         return winner.executable
+
+    def timeline(
+        self,
+        executable: Executable,
+        constants: Mapping[str, torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+    ) -> Timeline:
+        """Timed by the threads that run the tasks."""
+        assert isinstance(executable, CpuExecutable)
+        return cpu_timeline(executable, constants, inputs)
+
+    def described(self) -> str:
+        """How many threads there are to divide."""
+        return f"CPU, {torch.get_num_threads()} threads"
 
 
 def measure_tasks(trial: Trial, threads: int) -> TaskGraph:

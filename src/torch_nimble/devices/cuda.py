@@ -26,15 +26,24 @@ from torch_nimble.devices.layout import faster_layout
 from torch_nimble.errors import FallbackError, LoweringError, PlanError
 from torch_nimble.execute.check import tf32_tolerance
 from torch_nimble.execute.cuda import Binding, CudaExecutable
-from torch_nimble.execute.measure import Timing, race
+from torch_nimble.execute.measure import Timing, alone, race
 from torch_nimble.execute.room import Room
+from torch_nimble.execute.timelines import cuda_timeline
 from torch_nimble.explain import Candidate, not_tried
 from torch_nimble.flags import convolutions_may_use_tf32, matmul_may_use_tf32
 from torch_nimble.lower import Lowered, inductor
 from torch_nimble.lower import lower as lower_operators
 from torch_nimble.options import Options
 from torch_nimble.plans import Launch, Plan
-from torch_nimble.schedule import analyse, critical_first, lanes, max_concurrency, serial, simulate
+from torch_nimble.schedule import (
+    Timeline,
+    analyse,
+    critical_first,
+    lanes,
+    max_concurrency,
+    serial,
+    simulate,
+)
 from torch_nimble.trial import Trial
 
 log = logging.getLogger("torch_nimble")
@@ -149,6 +158,20 @@ class CudaDevice(Device):
             made.bind(winner.trial.constants, winner.trial.given)
         return made
 
+    def timeline(
+        self,
+        executable: Executable,
+        constants: Mapping[str, torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+    ) -> Timeline:
+        """Timed by events in a second capture."""
+        assert isinstance(executable, CudaExecutable)
+        return cuda_timeline(executable, constants, inputs)
+
+    def described(self) -> str:
+        """The GPU's name."""
+        return torch.cuda.get_device_name(self.device)
+
     def allowed_error(self, dtype: torch.dtype) -> float | None:
         """More for float32 where products may be rounded to TF32."""
         return tf32_tolerance(dtype)
@@ -181,8 +204,10 @@ class Candidates:
         trial.restore()
         self._limit: float = float("inf")
         untimed = self.entry(plan)
-        total_us = _median_us(functools.partial(_replay, untimed.binding))
-        graph = self.lowered.graph.with_costs(self._costs(plan, total_us))
+        with alone():
+            total_us = _median_us(functools.partial(_replay, untimed.binding))
+            costs = self._costs(plan, total_us)
+        graph = self.lowered.graph.with_costs(costs)
         self.lowered = dataclasses.replace(self.lowered, graph=graph)
         self.first = self.entry(serial(graph))
         untimed.executable.close()
@@ -280,7 +305,8 @@ def _refusing_failures() -> Iterator[None]:
 def race_replays(entries: Sequence[Entry]) -> dict[str, Timing]:
     """Replays, each from launch to end as a caller would wait for it, in interleaved rounds."""
     runs = {entry.name: functools.partial(_replay_several, entry) for entry in entries}
-    timings = race(runs, rounds=_RACE_ROUNDS, hopeless=_HOPELESS, settle=0)
+    with alone():
+        timings = race(runs, rounds=_RACE_ROUNDS, hopeless=_HOPELESS, settle=0)
     return {
         name: Timing(tuple(s / _REPLAYS_A_ROUND for s in timing.rounds_s))
         for name, timing in timings.items()

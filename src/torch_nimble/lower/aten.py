@@ -24,6 +24,7 @@ from torch_nimble.lower.constants import FOLD_FREELY_BYTES, refs
 from torch_nimble.lower.observe import (
     Copied,
     draws_random,
+    memory_of,
     mutated_arguments,
     nbytes,
     observe,
@@ -236,7 +237,7 @@ class _Lowering:
             self.buffer_of[key] = name
             strided = fake.layout is torch.strided
             size = fake.untyped_storage().nbytes() if strided else 0
-            self.buffers[name] = Buffer(name, kind, size)
+            self.buffers[name] = memory_of(fake, name, kind, size)
         return self.buffer_of[key]
 
     def _buffer(self, fake: torch.Tensor) -> str:

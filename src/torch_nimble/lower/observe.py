@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from torch_nimble.capture import Captured
 from torch_nimble.regions import Region
+from torch_nimble.taskgraph import Buffer, BufferKind
 
 
 class Copied:
@@ -103,6 +104,11 @@ def storage_of(fake: torch.Tensor) -> int:
 def nbytes(fake: torch.Tensor) -> int:
     """Bytes of the values themselves, however they lie."""
     return fake.numel() * fake.element_size()
+
+
+def memory_of(fake: torch.Tensor, name: str, kind: BufferKind, nbytes: int) -> Buffer:
+    """The whole memory that was made for a tensor."""
+    return Buffer(name, kind, nbytes, str(fake.dtype).removeprefix("torch."), tuple(fake.shape))
 
 
 def region_of(fake: torch.Tensor, buffer: str) -> Region:

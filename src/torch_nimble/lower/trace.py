@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_nimble.errors import LoweringError
 from torch_nimble.lower.observe import (
     draws_random,
+    memory_of,
     region_of,
     storage_of,
     tensors_in,
@@ -275,7 +276,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = storage_of(fake)
         if key not in self._buffer_of:
             self._buffer_of[key] = name
-            self._buffers[name] = Buffer(name, kind, fake.untyped_storage().nbytes())
+            self._buffers[name] = memory_of(fake, name, kind, fake.untyped_storage().nbytes())
             self._alive.append(fake)
         return self._buffer_of[key]
 

@@ -1,0 +1,94 @@
+"""Real passes over a plan, with the start and the end of each task noted where it runs.
+
+Noting takes a little time itself, so such a pass is somewhat longer than a call. Of several passes the
+one of middle length is taken, as it was: no span is an average, and what waits for what can be seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from torch_nimble.execute.cpu import CpuExecutable
+from torch_nimble.execute.cuda import CudaExecutable
+from torch_nimble.execute.room import Room
+from torch_nimble.plans import Launch, Plan
+from torch_nimble.schedule import Span, Timeline
+
+Tensor = torch.Tensor
+Noted = Mapping[str, tuple[float, float]]
+# Threads take a few passes to find their cores, and caches to fill.
+_SETTLE = 3
+_PASSES = 5
+
+
+def cpu_timeline(
+    executable: CpuExecutable, constants: Mapping[str, Tensor], inputs: Sequence[Tensor]
+) -> Timeline:
+    """The plan on the CPU, its tasks timed by the threads that run them. Writes constants and inputs."""
+    timed = CpuExecutable(
+        executable.lowered, executable.plan, intra_threads=executable.intra_threads, timed=True
+    )
+    passes: list[Noted] = []
+    try:
+        timed.bind(constants)
+        for _ in range(_SETTLE + _PASSES):
+            timed.run(inputs)
+            passes.append({task: (a * 1e6, b * 1e6) for task, (a, b) in timed.spans.items()})
+    finally:
+        timed.close()
+    return middle_pass(executable.plan, passes[_SETTLE:])
+
+
+def cuda_timeline(
+    executable: CudaExecutable, constants: Mapping[str, Tensor], inputs: Sequence[Tensor]
+) -> Timeline:
+    """The plan on the GPU, captured once more with events around every task on the task's stream.
+
+    In memory of its own, which is freed at the end. Writes constants and inputs.
+    """
+    events: dict[str, list[torch.cuda.Event]] = {}
+
+    def note(launch: Launch) -> None:
+        event = torch.cuda.Event(enable_timing=True, external=True)  # type: ignore[no-untyped-call]
+        event.record()
+        events.setdefault(launch.task, []).append(event)
+
+    plan = executable.plan
+    timed = CudaExecutable(executable.lowered, plan, Room(executable.room.device))
+    passes: list[Noted] = []
+    try:
+        binding = timed.bind(constants, inputs, note, note)
+        first = events[plan.launches[0].task][0]
+        for _ in range(_SETTLE + _PASSES):
+            binding.replay()
+            # Not the whole device: that would break a capture of another thread's.
+            torch.cuda.current_stream().synchronize()
+            passes.append(
+                {
+                    task: (first.elapsed_time(a) * 1000, first.elapsed_time(b) * 1000)
+                    for task, (a, b) in events.items()
+                }
+            )
+    finally:
+        timed.close()
+    return middle_pass(plan, passes[_SETTLE:])
+
+
+def middle_pass(plan: Plan, passes: Sequence[Noted]) -> Timeline:
+    """The pass of middle length, in launch order, its times counted from its first start."""
+    made = [_timeline(plan, noted) for noted in passes]
+    return sorted(made, key=lambda timeline: timeline.total_us)[len(made) // 2]
+
+
+def _timeline(plan: Plan, noted: Noted) -> Timeline:
+    begin = min((start for start, _ in noted.values()), default=0.0)
+    return Timeline(
+        tuple(
+            Span(
+                launch.task, launch.stream, noted[launch.task][0] - begin, noted[launch.task][1] - begin
+            )
+            for launch in plan.launches
+        )
+    )

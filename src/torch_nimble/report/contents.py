@@ -1,0 +1,178 @@
+"""Everything that a report says, as a value that needs neither a device nor torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from torch_nimble.execute.measure import Timing
+from torch_nimble.explain import Candidate, Explanation, Fallback, SignatureAccount
+from torch_nimble.plans import Plan
+from torch_nimble.report.measures import idle_share, with_times
+from torch_nimble.schedule import Timeline, critical_path, serial, simulate
+from torch_nimble.taskgraph import TaskGraph
+
+Times = Literal["measured", "simulated"]
+_PACKAGES = ("torch-nimble", "torch", "triton")
+
+
+@dataclass(frozen=True)
+class Race:
+    """Calls of the model and of the engine, timed in interleaved rounds."""
+
+    eager: Timing
+    ours: Timing
+
+    @property
+    def speedup(self) -> float:
+        """Eager's median time over ours."""
+        return self.eager.median_us / self.ours.median_us
+
+
+@dataclass(frozen=True)
+class Report:
+    """A plan, when each of its tasks ran, and how it came to be chosen."""
+
+    model: str
+    graph: TaskGraph
+    plan: Plan
+    timeline: Timeline
+    times: Times
+    notes: tuple[str, ...] = ()
+    """What one should know about the times, the device and its settings."""
+    device: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    account: SignatureAccount | None = None
+    """How the plan was prepared; None for a plan that was only made."""
+    fallbacks: tuple[Fallback, ...] = ()
+    race: Race | None = None
+
+    @property
+    def unit(self) -> str:
+        """`µs`, or `tasks` where no times are known and each task counts as one."""
+        is_known = self.times == "measured" or self.graph.has_costs
+        return "µs" if is_known else "tasks"
+
+    @cached_property
+    def longest(self) -> tuple[float, tuple[str, ...]]:
+        """Length and tasks of the longest path, by the times of this timeline."""
+        return critical_path(with_times(self.graph, self.timeline))
+
+    @property
+    def ratio(self) -> float:
+        """How many times the longest path the timeline takes; 1 is the least there is."""
+        return self.timeline.total_us / self.longest[0] if self.longest[0] else 1.0
+
+    @property
+    def idle(self) -> float:
+        """Which part of the streams' time no task runs in."""
+        return idle_share(self.timeline)
+
+    @property
+    def chosen(self) -> Candidate | None:
+        """The candidate that won, if there was a race of candidates."""
+        if self.account is None:
+            return None
+        return next((c for c in self.account.candidates if c.name == self.account.chosen), None)
+
+    @property
+    def call_us(self) -> float | None:
+        """How long the plan took in the race of candidates."""
+        chosen = self.chosen
+        return chosen.timing.median_us if chosen is not None and chosen.timing is not None else None
+
+    @property
+    def over_one_stream(self) -> float | None:
+        """How many times faster than the best plan on one stream; simulated if nothing was raced."""
+        if self.account is None:
+            alone = simulate(self.graph, serial(self.graph)).total_us
+            return alone / self.timeline.total_us if self.timeline.total_us else None
+        alone_us = [
+            c.timing.median_us
+            for c in self.account.candidates
+            if c.streams == 1 and c.timing is not None
+        ]
+        return min(alone_us) / self.call_us if alone_us and self.call_us else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The numbers of the summary as JSON-ready data."""
+        return {
+            "model": self.model,
+            "device": self.device,
+            "versions": dict(self.versions),
+            "times": self.times,
+            "unit": self.unit,
+            "tasks": len(self.graph.tasks),
+            "streams": self.plan.streams,
+            "waits": self.plan.waits,
+            "timeline_us": self.timeline.total_us,
+            "critical_path_us": self.longest[0],
+            "ratio_to_critical_path": self.ratio,
+            "idle_share": self.idle,
+            "call_us": self.call_us,
+            "speedup_over_one_stream": self.over_one_stream,
+            "speedup_over_eager": None if self.race is None else self.race.speedup,
+            "memory_bytes": 0 if self.account is None else self.account.memory_bytes,
+            "fallbacks": [asdict(fallback) for fallback in self.fallbacks],
+            "notes": list(self.notes),
+        }
+
+
+def report_of(
+    explanation: Explanation,
+    account: SignatureAccount,
+    graph: TaskGraph,
+    plan: Plan,
+    device: str,
+    measure: Callable[[], Timeline],
+    times: Times,
+) -> Report:
+    """The report of a prepared plan; simulated, with a note that says why, if it cannot be measured."""
+    notes = account.notes
+    timeline: Timeline | None = None
+    if times == "measured":
+        try:
+            timeline = measure()
+        except RuntimeError as reason:  # too little memory for a second capture; inputs it cannot take
+            said = str(reason).strip().splitlines()[0]
+            notes = (f"The pass to be measured failed, so times are simulated: {said}", *notes)
+    return Report(
+        model=explanation.model,
+        graph=graph,
+        plan=plan,
+        timeline=timeline or simulate(graph, plan),
+        times="simulated" if timeline is None else "measured",
+        notes=notes,
+        device=device,
+        versions=versions(),
+        account=account,
+        fallbacks=explanation.fallbacks,
+    )
+
+
+def report_of_plan(name: str, graph: TaskGraph, plan: Plan) -> Report:
+    """The report of a plan that is not run, its times simulated; a file is named without its folder."""
+    return Report(
+        model=Path(name).name if name.endswith(".json") else name,
+        graph=graph,
+        plan=plan,
+        timeline=simulate(graph, plan),
+        times="simulated",
+        versions=versions(),
+    )
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that decide what runs, those that are installed."""
+    found = {"Python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
