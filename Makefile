@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types contracts unit test-gpu bench-cpu format clean
+.PHONY: help demo test lint types contracts unit docs test-gpu bench-cpu format clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -21,7 +21,7 @@ $(VENV)/.demo: pyproject.toml | $(BIN)/python
 	touch $@
 
 $(VENV)/.test: $(VENV)/.demo
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,docs]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'torchvision>=0.26,<0.29'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'transformers>=5.17,<6' pillow
 	touch $@
@@ -44,6 +44,11 @@ contracts: $(VENV)/.test
 # Two processes share the cores: waiting threads must sleep instead of spinning.
 unit: $(VENV)/.test
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest --numprocesses 2
+
+# The variable keeps mkdocs-material from advertising its successor.
+docs: $(VENV)/.test  ## Build the documentation as a site, into build/docs
+	$(BIN)/python docs/make_figures.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # With a Python whose torch sees a GPU, not with the venv's: PYTHON=… make test-gpu. Pytest plugins that
 # happen to be there do not matter.

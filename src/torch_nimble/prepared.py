@@ -99,7 +99,7 @@ class Prepared:
             exposed = range(len(tensors)) if name in self._program.state else self._written
             for i in exposed:
                 if not disjoint(own, regions[i]):
-                    return f"input {i} shares memory with {source.path!r} , and one of them is written"
+                    return f"input {i} shares memory with {source.path!r}, and one of them is written"
         for i in self._written:
             for j, other in enumerate(regions):
                 if j != i and not disjoint(regions[i], other):

@@ -1,0 +1,114 @@
+"""How the command line behaves as a program: exit codes, colours, Ctrl-C, completion, its log."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+RUN = [sys.executable, "-m", "torch_nimble.cli"]
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    plain = {
+        name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")
+    }
+    return subprocess.run(
+        [*RUN, *arguments],
+        capture_output=True,
+        text=True,
+        env={**plain, **environment},
+        check=False,
+        timeout=100,
+    )
+
+
+@pytest.fixture
+def graph_file(tmp_path: Path) -> Path:
+    path = tmp_path / "graph.json"
+    path.write_text(json.dumps({"tasks": [{"name": "a"}, {"name": "b"}], "edges": [["a", "b"]]}))
+    return path
+
+
+def test_exit_codes(graph_file: Path) -> None:
+    assert run("--version").returncode == 0
+    assert run("plan", str(graph_file)).returncode == 0
+    assert run("plan", "no-such-graph.json").returncode == 1
+    for wrong in (["nonsense"], ["plan"], ["plan", "x", "--nonsense"], ["plan", "x", "--lanes", "0"]):
+        done = run(*wrong)
+        assert done.returncode == 2
+        assert "Traceback" not in done.stderr
+        assert not done.stdout
+
+
+def test_json_is_all_of_standard_output(graph_file: Path) -> None:
+    done = run("-v", "plan", str(graph_file), "--json")
+    assert json.loads(done.stdout)["tasks"] == 2
+
+
+def test_a_plan_that_cannot_be_written_is_one_line(graph_file: Path, tmp_path: Path) -> None:
+    done = run("plan", str(graph_file), "--save", str(tmp_path / "no" / "folder.json"))
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "cannot write the plan" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "missing.json"], ["nonsense"]])
+def test_pipes_get_no_colour(arguments: list[str]) -> None:
+    done = run(*arguments)
+    assert "\x1b" not in done.stdout + done.stderr
+    silenced = run(*arguments, FORCE_COLOR="1", NO_COLOR="1")
+    assert "\x1b[3" not in silenced.stdout + silenced.stderr, "colours in spite of NO_COLOR"
+
+
+def test_ctrl_c_leaves_no_traceback() -> None:
+    started = subprocess.Popen(
+        [*RUN, "demo", "--rounds", "1000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A process that is started in the background may have inherited that it is ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    time.sleep(1.5)
+    started.send_signal(signal.SIGINT)
+    _, said = started.communicate(timeout=60)
+    assert started.returncode == 130
+    assert "Traceback" not in said
+
+
+def test_completion_completes() -> None:
+    asked = {"COMP_WORDS": "torch-nimble do", "COMP_CWORD": "1"}
+    script = "import sys; sys.argv[0] = 'torch-nimble'; from torch_nimble.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, **asked, "_TORCH_NIMBLE_COMPLETE": "complete_bash"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split() == ["doctor"]
+
+
+def test_the_log_is_silent_until_somebody_listens() -> None:
+    script = (
+        "import logging, torch, torch_nimble as nimble\n"
+        "logging.getLogger('torch_nimble').error('nobody shall see this')\n"
+        "nimble.compile(torch.sin, args=(torch.ones(2),)).close()\n"
+        "logging.basicConfig()\n"
+        "logging.getLogger('torch_nimble').setLevel(logging.DEBUG)\n"
+        "nimble.compile(torch.cos, args=(torch.ones(2),)).close()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "nobody" not in done.stderr
+    assert "sin" not in done.stderr
+    assert "torch_nimble:capture took" in done.stderr
+    assert "chose 'serial'" in done.stderr
+    assert not done.stdout
