@@ -71,11 +71,15 @@ class Recording:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records what happens while it is entered; `device` is the only one that work may happen on."""
+    """Records what happens while it is entered; `device` is the only one that work may happen on.
 
-    def __init__(self, device: torch.device) -> None:
+    `origin` tells at any moment which line of the model it is for.
+    """
+
+    def __init__(self, device: torch.device, origin: Callable[[], str] = lambda: "") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
+        self._origin = origin
         self._silent = False
         self._names: dict[int, str] = {}
         self._alive: list[Any] = []  # an id stays a value's own as long as the value lives
@@ -237,7 +241,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _task(self, name: str, kind: str, reads: Sequence[Region], writes: Sequence[Region]) -> None:
         unique = [tuple(dict.fromkeys(regions)) for regions in (reads, writes)]
-        self._tasks.append(Task(name=name, kind=kind, reads=unique[0], writes=unique[1]))
+        self._tasks.append(Task(name, kind, unique[0], unique[1], self._origin()))
 
     def _task_name(self, kind: str) -> str:
         return self._free(f"k{len(self._tasks)}_{kind}")

@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from torch_nimble.capture import Captured
+from torch_nimble.capture.failure import origin
 from torch_nimble.errors import LoweringError
 from torch_nimble.lower.aten import Lowered
 from torch_nimble.lower.constants import Split, split_constants
@@ -124,7 +125,8 @@ def lower(captured: Captured, layout: Layout, device: torch.device) -> Lowered:
     module = fx.GraphModule(captured.owner, split.graph)
     wrapper = compile_wrapper(module, list(split.given.values()), layout)
     kinds = {name: _kind(captured, name) for name in split.given}
-    recording = record(wrapper, split.given, kinds, device)
+    lines = {node.name: origin(node) for node in split.graph.nodes}
+    recording = record(wrapper, split.given, kinds, device, lines)
     _refuse_strange_writes(recording, set(split.given) - captured.mutated)
     return Lowered(
         TaskGraph.from_conflicts(recording.tasks, recording.buffers, layout),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import linecache
+import re
+import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch_nimble.errors import LoweringError, PlanError
 from torch_nimble.lower.trace import Kernel, Recorder, Recording
 from torch_nimble.taskgraph import BufferKind
+
+_SOURCE_NODES = re.compile(r"# .*Source Nodes: \[([^\]]*)\]")
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,10 +33,14 @@ def record(
     given: Mapping[str, Any],
     kinds: Mapping[str, BufferKind],
     device: torch.device,
+    lines: Mapping[str, str] | None = None,
 ) -> Recording:
-    """Run the program on fake tensors of these shapes, and on numbers as they are; note what it does."""
+    """Run the program on fake tensors of these shapes, and on numbers as they are; note what it does.
+
+    `lines` has the model's line for each node of the graph that was compiled.
+    """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = Recorder(device)
+    recorder = Recorder(device, _Origins(wrapper.function.__code__.co_filename, lines or {}))
     namespace = _stand_ins(wrapper.namespace, recorder)
     if wrapper.function.__closure__:
         raise LoweringError("Inductor's program is a closure, not a plain function")
@@ -56,6 +65,32 @@ def record(
             f"Inductor's program could not be followed: {type(reason).__name__}: {first_line(reason)}"
         ) from reason
     return recorder.finish(results)
+
+
+class _Origins:
+    """Which line of the model the program works for, by the comments that Inductor puts into it."""
+
+    def __init__(self, file: str, lines: Mapping[str, str]) -> None:
+        self._file = file
+        self._comments: dict[int, str] = {}
+        for number, text in enumerate(linecache.getlines(file) if lines else (), 1):
+            found = _SOURCE_NODES.search(text)
+            known = [lines[name] for name in found[1].split(", ") if lines.get(name)] if found else []
+            if found:
+                self._comments[number] = known[-1] if known else ""
+        self._last = 0
+
+    def __call__(self) -> str:
+        """Of the nearest comment above the line that runs now, below the one that ran before."""
+        frame = sys._getframe(1)
+        while frame.f_code.co_filename != self._file:
+            if frame.f_back is None:
+                return ""
+            frame = frame.f_back
+        here, before = frame.f_lineno, self._last
+        self._last = here
+        above = [number for number in self._comments if before < number < here]
+        return self._comments[max(above)] if above else ""
 
 
 def _call(function: Callable[..., Any], arguments: list[Any]) -> Sequence[Any]:
