@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -41,6 +42,7 @@ class Prepared:
         self.choice: Choice = prepare(device, adapter, tensors, options, folded, progress)
         self._program = self.choice.lowered.program
         self._trains = adapter.trains
+        self._label = f"torch_nimble {adapter.callee.name} ({self.choice.chosen})"
         self._modules = [m for root in adapter.callee.modules.values() for m in root.modules()]
         self._lock = device.lock or threading.Lock()
         self._written = [i for i, slot in enumerate(self._program.inputs) if slot.mutated]
@@ -70,12 +72,18 @@ class Prepared:
 
     def run(self, tensors: Sequence[torch.Tensor]) -> Any:
         """One call: the result in the model's own structure, its tensors the caller's to keep."""
-        with self._lock, torch.no_grad(), autocast_off(), self.device.running():
+        with self._lock, torch.no_grad(), autocast_off(), self.device.running(), self._in_profiles():
             if self.closed:
                 raise StateError("the engine was closed while this call waited for its turn")
             self.calls += 1
             results = self.choice.executable.call(tensors)
         return unflatten_output(self.output_structure, results)
+
+    def _in_profiles(self) -> contextlib.AbstractContextManager[Any]:
+        """A range with a readable name, for whoever profiles."""
+        if not torch._C._autograd._profiler_enabled():
+            return contextlib.nullcontext()
+        return torch.profiler.record_function(self._label)
 
     @property
     def output_structure(self) -> Structure:

@@ -803,3 +803,13 @@ def test_every_plan_of_the_candidates_is_one_of_those_the_tests_try(model: nn.Mo
         tried = {plan.planner for plan in plans_of(fast.taskgraph).values()}
         candidates = {c["name"] for c in fast.explain().to_dict()["signatures"][0]["candidates"]}
     assert {"serial", "2 lanes"} <= tried & candidates
+
+
+def test_calls_have_a_name_in_profiles(model: nn.Module) -> None:
+    x = torch.randn(2, 3, 16, 16)
+    with nimble.compile(model) as fast, torch.no_grad():
+        fast(x)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            fast(x)
+        label = f"torch_nimble {type(model).__name__} ({fast.plan.planner}"
+        assert any(event.name.startswith(label) for event in profiler.events())
