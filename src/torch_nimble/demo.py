@@ -96,10 +96,12 @@ def run_demo(name: str, rounds: int, console: Console, device: str | None = None
         f"result {verdict} with eager: relative error {account.error:.1e} "
         f"(another input: {account.other_input:.1e})"
     )
+    ratio = account.speedup
+    compared = f"{ratio:.2f}× faster" if ratio >= 1 else f"{1 / ratio:.2f}× slower"
     console.print(
         f"eager {account.eager.median_us / 1000:.1f} ms, torch-nimble "
         f"{account.ours.median_us / 1000:.1f} ms, medians of {rounds} interleaved rounds: "
-        f"[bold]{account.speedup:.2f}× faster[/bold]"
+        f"[bold]{compared}[/bold]"
     )
     fast.close()
     return account
