@@ -192,7 +192,7 @@ class Planned(ABC):
         """Raise for a model that could not be captured; InputError if eager refuses the inputs too."""
         try:
             with generators_kept():
-                adapter.eager([tensor.clone() for tensor in tensors], torch.clone)
+                adapter.eager([tensor.clone() for tensor in tensors], lambda _, p: p.clone())
         except CaptureError:
             raise error from None
         except Exception as reason:

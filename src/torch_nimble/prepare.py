@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import fx
 
 from torch_nimble.capture import Captured, Traceable, examples, generators_kept
 from torch_nimble.devices import Device, Entry, Executable, RefusedError
@@ -34,6 +35,7 @@ log = logging.getLogger("torch_nimble")
 
 Progress = Callable[[str], None]
 _TF32_ROUNDING = 2.0**-10
+_CASTS = frozenset([torch.ops.aten._to_copy.default, torch.ops.aten.to.dtype])
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,8 +102,8 @@ def _prepare(
     with stages("lower"):
         lowerings = device.lowerings(adapter, tensors, captured, options, notes)
     with stages("fold constants"):
-        rounding = _rounding(captured, device)
-        trials = [Trial(adapter, lowered, tensors, folded, rounding) for lowered in lowerings]
+        roundings = roundings_of(captured, device)
+        trials = [Trial(adapter, lowered, tensors, folded, roundings) for lowered in lowerings]
     with stages("run eager"):
         reference = _reference(adapter, trials[0], tensors)
     entries: list[Entry] = []
@@ -146,17 +148,29 @@ def _prepare(
     )
 
 
-def _rounding(captured: Captured, device: Device) -> float:
-    """That of the coarsest numbers that a graph computes with."""
-    found = {
-        value.dtype
-        for node in captured.graph.nodes
-        for value in tensors_in(node.meta.get("val"))
-        if value.is_floating_point()
-    }
-    exact = [torch.finfo(dtype).eps for dtype in found]
-    coarse = [_TF32_ROUNDING] if torch.float32 in found and device.allowed_error(torch.float32) else []
-    return max([*exact, *coarse], default=0.0)
+def roundings_of(captured: Captured, device: Device) -> dict[str, float]:
+    """By target of each constant, how coarsely it is computed with: as it is, or as it is cast to.
+
+    Products of float32 may be rounded to TF32. Numbers of less than two bytes are left alone.
+    """
+    products = _TF32_ROUNDING if device.allowed_error(torch.float32) else 0.0
+    found: dict[str, float] = {}
+    for node in captured.graph.find_nodes(op="placeholder"):
+        source = captured.constants.get(node.name)
+        if source is not None:
+            dtypes = {v.dtype for v in _casts_of(node) if v.is_floating_point() and v.itemsize > 1}
+            coarse = products if torch.float32 in dtypes and node.meta["val"].dim() > 1 else 0.0
+            found[source.target] = max([coarse, *(torch.finfo(dtype).eps for dtype in dtypes)])
+    return found
+
+
+def _casts_of(node: fx.Node, depth: int = 3) -> Iterator[torch.Tensor]:
+    """A value, and what it is cast to, perhaps as a view."""
+    yield from tensors_in(node.meta.get("val"))
+    for user in node.users if depth else ():
+        returns = getattr(getattr(user.target, "_schema", None), "returns", ())
+        if user.target in _CASTS or any(result.alias_info for result in returns):
+            yield from _casts_of(user, depth - 1)
 
 
 def _reference(adapter: Traceable, trial: Trial, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -59,14 +59,14 @@ class Tables:
     """Dicts that should stay as they are."""
 
     def __init__(self, tables: Sequence[dict[Any, Any]]) -> None:
-        self._tables = tables
+        self.tables = tables
         self._empty = [table for table in tables if not table]
         self._versions_now()  # from now on they are watched
         self._time = self._now()
         self._versions = self._versions_now()
 
     def _versions_now(self) -> list[int]:
-        return list(map(dict_version, self._tables))
+        return list(map(dict_version, self.tables))
 
     @staticmethod
     def _now() -> int | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch_nimble.capture import StandIn, TorchGenerators, Traceable, generators
 from torch_nimble.execute.check import TOLERANCE, joined_error
 from torch_nimble.lower import Lowered
 from torch_nimble.weights import FoldedConstants
+
+log = logging.getLogger("torch_nimble")
 
 _ROUNDINGS = 4
 # Weights shaken by one rounding move results less than roundings everywhere do; and what is off by half
@@ -29,11 +32,11 @@ class Trial:
         lowered: Lowered,
         tensors: Sequence[torch.Tensor],
         folded: FoldedConstants,
-        rounding: float = 0.0,
+        roundings: Mapping[str, float] | None = None,
     ) -> None:
-        """`rounding` is that of the coarsest numbers computed with."""
+        """`roundings` are those of the numbers that each parameter is computed with, by target."""
         self._adapter = adapter
-        self._rounding = rounding
+        self._roundings = roundings or {}
         self._shaken: list[torch.Tensor] | None = None
         self.lowered = lowered
         self.constants = folded.evaluate(lowered.program)
@@ -102,8 +105,8 @@ class Trial:
             if slack is not None:
                 tolerance = max(slack, tolerance)
             error = self._error(results, reference, places, slack is not None)
-            if tolerance < error <= _MOST and self._rounding:
-                noise = self._error(self._shake(), reference, places, slack is not None)
+            if tolerance < error <= _MOST and any(self._roundings.values()):
+                noise = self._error(self._shake(reference), reference, places, slack is not None)
                 tolerance = max(tolerance, min(_SHAKEN * noise, _MOST))
             if slack is None:
                 worst = max(worst, error)
@@ -123,23 +126,28 @@ class Trial:
             return joined_error(found, wanted)
         return _share_missed(found, wanted, [self._before(i, reference) for i in places])
 
-    def _shake(self) -> list[torch.Tensor]:
-        """What eager gives with weights that are off by a rounding; nobody's generator is used."""
+    def _shake(self, reference: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """What eager gives with weights that are off by a rounding, from the same random state.
+
+        The reference itself where that cannot be found out: then nothing more is allowed.
+        """
         if self._shaken is None:
-            generators: dict[torch.device, torch.Generator] = {}
+            source = torch.Generator().manual_seed(0)
 
-            def shaken(tensor: torch.Tensor) -> torch.Tensor:
-                if not tensor.is_floating_point():
+            def shaken(target: str, tensor: torch.Tensor) -> torch.Tensor:
+                rounding = self._roundings.get(target, 0.0)
+                if rounding == 0.0:
                     return tensor.clone()
-                device = tensor.device
-                if device not in generators:
-                    generators[device] = torch.Generator(device).manual_seed(0)
-                by = torch.rand(
-                    tensor.shape, generator=generators[device], device=device, dtype=torch.float32
-                )
-                return (tensor * (1 + self._rounding * (2 * by - 1))).to(tensor.dtype)
+                by = torch.rand(tensor.shape, generator=source, dtype=torch.float64) * 2 - 1
+                return (tensor.double() * (1 + rounding * by.to(tensor.device))).to(tensor.dtype)
 
-            self._shaken = self.eager(shaken)
+            try:
+                with generators_kept():
+                    self._generators.restore()
+                    self._shaken = self.eager(shaken)
+            except Exception as reason:
+                log.info("weights could not be shaken: %s", reason)
+                self._shaken = list(reference)
         return self._shaken
 
     def _results_of(self, reference: Sequence[torch.Tensor]) -> int:

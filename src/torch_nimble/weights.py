@@ -250,7 +250,12 @@ class Watch:
 
         `Module.to` and `p.data = q` exchange the memory of a parameter, which moves no counter.
         """
-        return (self._touched.untouched() or self._holds_the_same()) and self.as_they_were()
+        if not self._touched.untouched():
+            now = Tables(self._touched.tables)
+            if not self._holds_the_same():
+                return False
+            self._touched = now
+        return self.as_they_were()
 
     def _holds_the_same(self) -> bool:
         """Whether tables that somebody has touched have the same tensors in them."""

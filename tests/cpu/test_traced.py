@@ -1,14 +1,17 @@
-"""What operators write shows in a traced graph, also where their schema keeps quiet about it."""
+"""What operators write shows in a traced graph, also where cuDNN's would not say so."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
 
 from torch_nimble.capture.traced import trace
+from torch_nimble.errors import CaptureError
 
-CUDNN = torch.ops.aten.cudnn_batch_norm.default
+SPIED = ("batch_norm", "instance_norm")
 
 
 def given() -> list[torch.Tensor]:
@@ -17,29 +20,59 @@ def given() -> list[torch.Tensor]:
     return [image, weight, bias, torch.randn(3), torch.rand(3)]
 
 
-def by_cudnn(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """As torch calls it on a GPU; the kernel itself is never reached while tracing."""
-    leaves = [tensor.detach().requires_grad_() for tensor in tensors[:3]]
-    statistics = tensors[3:] or (None, None)
+def normalised(norm: Any, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    image, weight, bias, mean, variance = tensors
+    leaves = [tensor.detach().requires_grad_() for tensor in (image, weight, bias)]
     with torch.enable_grad():
-        result = CUDNN(*leaves, *statistics, True, 0.3, 1e-5)[0]
-    return [result, *torch.autograd.grad(result.square().sum(), leaves), *tensors[3:]]
+        result = norm(leaves[0], mean, variance, *leaves[1:])
+    return [result, *torch.autograd.grad(result.square().sum(), leaves), mean, variance]
 
 
-def by_torch(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    leaves = [tensor.detach().requires_grad_() for tensor in tensors[:3]]
-    mean, variance = tensors[3:] or (None, None)
-    with torch.enable_grad():
-        result = nn.functional.batch_norm(
-            leaves[0], mean, variance, *leaves[1:], training=True, momentum=0.3, eps=1e-5
-        )
-    return [result, *torch.autograd.grad(result.square().sum(), leaves), *tensors[3:]]
+def by_batch(x: Any, mean: Any, variance: Any, weight: Any, bias: Any) -> torch.Tensor:
+    return F.batch_norm(x, mean, variance, weight, bias, training=True, momentum=0.3)
 
 
-@pytest.mark.parametrize("tensors", [5, 3])
-def test_statistics_that_cudnn_s_batch_norm_writes_are_results(tensors: int) -> None:
-    module = trace(by_cudnn, given()[:tensors])
-    assert not any("cudnn" in str(node.target) for node in module.graph.nodes)
-    found, wanted = module(*given()[:tensors]), by_torch(*given()[:tensors])
+def by_image(x: Any, mean: Any, variance: Any, weight: Any, bias: Any) -> torch.Tensor:
+    return F.instance_norm(x, mean, variance, weight, bias, use_input_stats=True, momentum=0.3)
+
+
+def by_name(x: Any, mean: Any, variance: Any, weight: Any, bias: Any) -> torch.Tensor:
+    return torch.batch_norm(x, weight, bias, mean, variance, True, 0.3, 1e-5, cudnn_enabled=True)
+
+
+@pytest.mark.parametrize("norm", [by_batch, by_image, by_name])
+def test_norms_are_traced_without_cudnn_and_statistics_are_results(
+    norm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    for name in SPIED:
+        original = getattr(torch, name)
+
+        def spy(*args: Any, original: Any = original, **kwargs: Any) -> Any:
+            asked.append(kwargs.get("cudnn_enabled", args[-1]))
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(torch, name, spy)
+    module = trace(lambda *tensors: normalised(norm, *tensors), given())
+    assert asked == [False]
+    found, wanted = module(*given()), normalised(norm, *given())
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b)
+    before = given()
+    assert not torch.equal(found[-2], before[-2])
+
+
+def test_cudnn_s_own_operator_is_refused() -> None:
+    def direct(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.ops.aten.cudnn_batch_norm.default(*tensors, True, 0.3, 1e-5)[0]]
+
+    with pytest.raises(CaptureError, match="cudnn_batch_norm is called directly"):
+        trace(direct, given())
+
+
+def test_branches_chosen_by_the_batch_are_traced() -> None:
+    def branching(x: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))]
+
+    x = torch.ones(3)
+    torch.testing.assert_close(trace(branching, [x])(x)[0], torch.sin(x))

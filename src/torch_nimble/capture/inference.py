@@ -166,7 +166,7 @@ def _writes_only_its_own(graph: fx.Graph) -> bool:
     return True
 
 
-StandIn = Callable[[torch.Tensor], torch.Tensor]
+StandIn = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 class Traceable(Protocol):
@@ -188,7 +188,7 @@ class Traceable(Protocol):
     ) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
         """What a call returns and what it leaves in its state, by target; nothing is changed.
 
-        With `stand_in`, it runs on what that makes of each parameter.
+        With `stand_in`, it runs on what that makes of each parameter, given its target.
         """
 
     def together(self, target: str) -> tuple[str, float | None]:
@@ -261,7 +261,7 @@ class Adapter(nn.Module):
         """What the callee returns, and its buffers afterwards: it runs on copies of them."""
         copies = {name: buffer.clone() for name, buffer in self.named_buffers()}
         if stand_in is not None:
-            copies |= {name: stand_in(p.detach()) for name, p in self.named_parameters()}
+            copies |= {name: stand_in(name, p.detach()) for name, p in self.named_parameters()}
         known = ParametersKnown(self.callee, self.parameters())
         with torch.no_grad(), known, replaced(self, copies):
             result: tuple[torch.Tensor, ...] = self(*tensors)

@@ -15,12 +15,15 @@ from unittest import mock
 import torch
 import torch.utils.checkpoint as checkpointing
 from torch import fx, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_nimble.capture.inference import Captured, Source
+from torch_nimble.errors import CaptureError
 from torch_nimble.tree import Structure
 
 _aten = torch.ops.aten
+_CUDNN = 8
+"""Where `batch_norm` and `instance_norm` are told whether they may use cuDNN."""
+_STATISTICS, _TRAINS = 3, 5
 Function = Callable[..., Sequence[torch.Tensor]]
 
 
@@ -33,60 +36,39 @@ def trace(function: Function, examples: Sequence[torch.Tensor]) -> fx.GraphModul
     from torch._subclasses.functional_tensor import dispatch_functionalize
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    def honest(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
-        with _OpenWrites():  # type: ignore[no-untyped-call]
-            return function(*tensors)
-
     mode = FakeTensorMode()
     fakes = [mode.from_tensor(tensor.detach()) for tensor in examples]
-    with mode:
-        made: fx.GraphModule = make_fx(dispatch_functionalize(honest))(*fakes)
+    with mode, _norms_without_cudnn():
+        made: fx.GraphModule = make_fx(dispatch_functionalize(function))(*fakes)
+    for node in made.graph.find_nodes(op="call_function", target=_aten.cudnn_batch_norm.default):
+        if node.args[_TRAINS] and node.args[_STATISTICS] is not None:
+            raise CaptureError(
+                "cudnn_batch_norm is called directly, which writes its statistics without saying so; "
+                "call torch.nn.functional.batch_norm"
+            )
     return made
 
 
-class _OpenWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Says aloud what an operator writes behind its schema's back: cuDNN's batch norm, its statistics.
+@contextlib.contextmanager
+def _norms_without_cudnn() -> Iterator[None]:
+    """Batch norm by operators that say what they write.
 
-    Functionalising goes by schemas. Gradients go through torch's own batch norm, too, which need not be
-    given what cuDNN keeps for them.
+    cuDNN's writes statistics behind its schema's back, and functionalising goes by schemas. What is made
+    of the graph has kernels of its own.
     """
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is _aten.cudnn_batch_norm.default:
-            return _batch_norm(*args)
-        if func is _aten.cudnn_batch_norm_backward.default:
-            x, gradient, weight, mean, variance, saved_mean, saved_deviation, epsilon, _ = args
-            statistics = mean, variance, saved_mean, saved_deviation
-            return _aten.native_batch_norm_backward(
-                gradient, x, weight, *statistics, True, epsilon, [True, True, True]
-            )
-        return func(*args, **(kwargs or {}))
+    def without(name: str) -> Any:
+        original = getattr(torch, name)
 
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if len(args) > _CUDNN:
+                return original(*args[:_CUDNN], False, **kwargs)
+            return original(*args, **{**kwargs, "cudnn_enabled": False})
 
-def _batch_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    mean: torch.Tensor | None,
-    variance: torch.Tensor | None,
-    training: bool,
-    momentum: float,
-    epsilon: float,
-) -> tuple[torch.Tensor, ...]:
-    """What cuDNN's gives."""
-    reserved = x.new_empty((0,), dtype=torch.uint8)
-    if mean is None or variance is None:
-        given = (x, weight, bias, training, momentum, epsilon)
-        return (*_aten._native_batch_norm_legit.no_stats(*given), reserved)
-    *results, new_mean, new_variance = _aten._native_batch_norm_legit_functional(
-        x, weight, bias, mean, variance, training, momentum, epsilon
-    )
-    if training:
-        mean.copy_(new_mean)
-        variance.copy_(new_variance)
-    return (*results, reserved)
+        return mock.patch.object(torch, name, call)
+
+    with without("batch_norm"), without("instance_norm"):
+        yield
 
 
 @contextlib.contextmanager

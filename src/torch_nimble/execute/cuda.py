@@ -126,10 +126,12 @@ class CudaExecutable:
             None if output.stride() == strides and _is_dense(output) else strides
             for output, strides in zip(binding.outputs, wanted, strict=True)
         ]
+        if len(self._bindings) >= _MOST_BINDINGS:
+            self.room.wait()  # a graph that is freed must not be running
         while len(self._bindings) >= _MOST_BINDINGS:
             self._bindings.pop(next(iter(self._bindings)))
         self._bindings[self._key(examples)] = binding
-        if not self._bound and not self._static_outputs:
+        if not (self._bound or self._counted or self._static_outputs):
             self.short_way = binding.run
         return binding
 

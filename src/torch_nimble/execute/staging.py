@@ -24,6 +24,8 @@ class Staging:
         self._stream = Streams.of(place.device).get(_NUMBER)
         with torch.inference_mode(False):  # tensors that were made in there cannot be written outside
             self._slots = [_Slot(example, place.device) for _ in range(2)]
+        # Work that was asked for before may still use memory that these were given.
+        self._stream.wait_stream(torch.cuda.current_stream(place.device))
 
     def bring(self, tensor: torch.Tensor) -> None:
         """Copy a tensor of the host to the place, for work that is launched after this."""

@@ -307,7 +307,7 @@ class StepAdapter:
         after = {t: v.detach().clone() for t, v in held.items()}
         begun: dict[str, torch.Tensor] = {}
         if stand_in is not None:
-            begun = {t: stand_in(after[t]) for t, v in held.items() if isinstance(v, nn.Parameter)}
+            begun = {t: stand_in(t, after[t]) for t, v in held.items() if isinstance(v, nn.Parameter)}
             after |= {target: value.clone() for target, value in begun.items()}
         own = _under("model", after)
         trained = {m.name: own[m.name] for m in step.state.members if m.parameter.requires_grad}

@@ -10,15 +10,17 @@ must take part in the same exchanges in the same order. That path has run on one
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from torch_nimble.errors import OptionError
+from torch_nimble.errors import NimbleWarning, OptionError
 from torch_nimble.execute.streams import Streams, abandon
 
+Key = tuple[tuple[int, int], ...]
 _NUMBER = -5
 """Of the stream that exchanges are captured on."""
 
@@ -34,7 +36,8 @@ class Processes:
         self._group = group
         self._count = dist.get_world_size(group)
         self._first = dist.get_global_rank(group, 0) if group is not None else 0
-        self._exchanges: dict[tuple[tuple[int, int], ...], torch.cuda.CUDAGraph | None] = {}
+        self._exchanges: dict[Key, torch.cuda.CUDAGraph | None] = {}
+        self._uncaptured = False
 
     def begin(self, model: nn.Module) -> None:
         """All have the weights and buffers of the first."""
@@ -63,16 +66,31 @@ class Processes:
         elif key not in self._exchanges:
             self._exchange(tensors)
             self._exchanges[key] = None
-        else:
-            graph = self._exchanges[key] or self._capture(tensors)
-            self._exchanges[key] = graph
+        elif (graph := self._captured(key, tensors)) is not None:
             graph.replay()
+        else:
+            self._exchange(tensors)
 
     def _exchange(self, tensors: Sequence[torch.Tensor]) -> None:
         for parts in _by_dtype(tensors):
             flat = _flat(parts)
             dist.all_reduce(flat, group=self._group)
             _put(flat / self._count, parts)
+
+    def _captured(self, key: Key, tensors: Sequence[torch.Tensor]) -> torch.cuda.CUDAGraph | None:
+        """The exchange as a graph; None, and a warning, where it cannot be one."""
+        if self._exchanges[key] is None and not self._uncaptured:
+            try:
+                self._exchanges[key] = self._capture(tensors)
+            except RuntimeError as reason:
+                self._uncaptured = True
+                warnings.warn(
+                    f"NCCL's exchange of gradients cannot be captured: {reason}; it is launched from "
+                    "the host in every step",
+                    NimbleWarning,
+                    stacklevel=2,
+                )
+        return self._exchanges[key]
 
     def _capture(self, tensors: Sequence[torch.Tensor]) -> torch.cuda.CUDAGraph:
         device = tensors[0].device
@@ -93,7 +111,9 @@ class Processes:
         return graph
 
     def forget(self) -> None:
-        """Free what was captured: the tensors it is for are gone."""
+        """Free what was captured, when it has run: the tensors it is for are gone."""
+        if any(self._exchanges.values()):
+            torch.cuda.synchronize()
         self._exchanges.clear()
 
 

@@ -203,8 +203,9 @@ class StepState:
         groups = self._optimizer.param_groups
         switches = () if self._rule is None else tuple(map(self._rule.switches, groups))
         scaling = () if self._scaling is None else self._scaling.settings()
-        wanted = [tuple(map(_WANTS_GRAD, group["params"])) for group in groups]
-        return wanted, switches, scaling, list(map(_VERSION, self._steps()))
+        wanted = [(*map(id, group["params"]), *map(_WANTS_GRAD, group["params"])) for group in groups]
+        # A checkpoint that is loaded brings another table.
+        return id(self._optimizer.state), wanted, switches, scaling, list(map(_VERSION, self._steps()))
 
     def _steps(self) -> list[torch.Tensor]:
         """The step counts that stand in the optimizer, as far as ours are made of them."""

@@ -207,9 +207,16 @@ def compile_wrapper(module: fx.GraphModule, examples: Sequence[torch.Tensor], la
 
 
 def _kernels_of(compiled: Any) -> str | None:
-    """A program's kernels as Inductor keeps them in its own cache, without their code."""
+    """A program's kernels as Inductor keeps them in its own cache, without their code.
+
+    None for a program that came from there: its kernels are loaded, and cannot be kept once more.
+    """
     kernels = getattr(getattr(compiled, "_triton_bundle", None), "static_autotuners", None)
-    return base64.b64encode(pickle.dumps(kernels)).decode() if kernels else None
+    try:
+        return base64.b64encode(pickle.dumps(kernels)).decode() if kernels else None
+    except Exception as reason:
+        log.info("kernels are not kept: %s", reason)
+        return None
 
 
 def _bring_kernels(kept: str | None) -> None:

@@ -50,6 +50,7 @@ def _may_be_joined(node: fx.Node, constants: frozenset[str]) -> bool:
     result = node.meta["val"]
     return (
         all(one is None or (isinstance(one, fx.Node) and one.name in constants) for one in given)
+        and node.args[1].meta["val"].dim() == 2  # type: ignore[union-attr]
         and result.dim() > 1
         and result.numel() <= _MOST_ROWS * result.shape[-1]
     )
