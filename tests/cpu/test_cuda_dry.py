@@ -142,6 +142,29 @@ def parts(model: nn.Module, *inputs: Tensor) -> tuple[Lowered, Trial]:
     return lowered, Trial(adapter, lowered, tensors, FoldedConstants())
 
 
+class Moving(nn.Module):
+    """A mean that each call moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.mul_(0.9).add_(x.mean(0))
+        return x + self.mean
+
+
+def test_a_plan_that_writes_state_does_not_take_the_way_that_counts_nothing() -> None:
+    model, x = Moving().eval(), torch.randn(2, 4)
+    lowered, trial = parts(model, x)
+    executable = CudaExecutable(lowered, serial(lowered.graph), Room(CPU))
+    executable.bind(trial.constants, (x,))
+    run = executable.short_way or executable.call
+    before = model.mean._version
+    run((x,))
+    assert model.mean._version > before
+
+
 @pytest.fixture
 def model() -> nn.Module:
     torch.manual_seed(0)

@@ -144,6 +144,11 @@ _RULES: dict[type[torch.optim.Optimizer], Rule] = {
 }
 
 
+def oddities(group: Group) -> tuple[bool, ...]:
+    """What a group may ask for that is part of no rule."""
+    return bool(group.get("differentiable")), bool(group.get("dampening"))
+
+
 def rule_of(optimizer: torch.optim.Optimizer) -> tuple[Rule | None, str]:
     """The rule of an optimizer; None, and why, if its update cannot be part of a plan."""
     kind = type(optimizer)
@@ -151,9 +156,10 @@ def rule_of(optimizer: torch.optim.Optimizer) -> tuple[Rule | None, str]:
     if rule is None:
         return None, f"{kind.__name__} is not among {', '.join(known.__name__ for known in _RULES)}"
     for group in optimizer.param_groups:
-        if group.get("differentiable"):
+        differentiable, dampened = oddities(group)
+        if differentiable:
             return None, "differentiable=True asks for gradients of the update itself"
-        if group.get("dampening"):
+        if dampened:
             return None, f"dampening={group['dampening']} makes the first step another than the rest"
         if rule.real_only and any(parameter.is_complex() for parameter in group["params"]):
             return None, f"{kind.__name__} has another formula for complex parameters"

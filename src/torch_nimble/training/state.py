@@ -18,7 +18,7 @@ from torch import nn
 
 from torch_nimble.capture import Source
 from torch_nimble.errors import InputError
-from torch_nimble.training.rules import Rule
+from torch_nimble.training.rules import Rule, oddities
 from torch_nimble.training.scaling import Scaling
 
 _NUMBER = torch.float64
@@ -201,7 +201,8 @@ class StepState:
     def marks(self) -> tuple[Any, ...]:
         """What can change without any table being touched: cheap to make, and equal if nothing did."""
         groups = self._optimizer.param_groups
-        switches = () if self._rule is None else tuple(map(self._rule.switches, groups))
+        switches = [] if self._rule is None else list(map(self._rule.switches, groups))
+        switches += map(oddities, groups)
         scaling = () if self._scaling is None else self._scaling.settings()
         wanted = [(*map(id, group["params"]), *map(_WANTS_GRAD, group["params"])) for group in groups]
         # A checkpoint that is loaded brings another table.
