@@ -441,6 +441,34 @@ def test_who_measures_has_the_machine_for_itself() -> None:
         turns.give_back(first)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the system is asked to do it, which is Linux's")
+def test_a_process_that_is_stopped_ends_with_who_started_it() -> None:
+    child = """
+import sys, time
+from torch_nimble.bench.turns import end_with_parent
+end_with_parent()
+print("ready", flush=True)
+time.sleep(60)
+"""
+    parent = """
+import os, signal, subprocess, sys, time
+child = subprocess.Popen(
+    [sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE, start_new_session=True
+)
+child.stdout.readline()
+os.killpg(child.pid, signal.SIGSTOP)
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+    command = [sys.executable, "-c", parent, child]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        orphan = int(process.stdout.readline())
+        until(lambda: state_of(orphan) == "T")
+        process.kill()
+    until(lambda: not Path(f"/proc/{orphan}").exists() or state_of(orphan) == "Z")
+
+
 def test_times_are_taken_in_turns(tmp_path: Path) -> None:
     """By two processes that would see each other otherwise."""
     code = """

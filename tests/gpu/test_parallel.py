@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,7 @@ def _nccl(tmp_path: Path) -> Iterator[None]:
         pytest.skip("torch is built without NCCL")
     dist.init_process_group("nccl", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
     yield
+    gc.collect()  # NCCL waits until no graph uses it any more
     dist.destroy_process_group()
 
 
@@ -62,3 +64,5 @@ def test_a_captured_exchange_sees_new_values() -> None:
         assert all((tensor == value).all() for tensor in tensors)
     (graph,) = processes._exchanges.values()
     assert isinstance(graph, torch.cuda.CUDAGraph)
+    del graph
+    processes.forget()

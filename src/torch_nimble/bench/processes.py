@@ -85,16 +85,17 @@ class _Watched:
     def wait(self, timeout_s: float) -> str:
         """Show what the process is doing until it ends; why it failed, or nothing.
 
-        What others measure meanwhile, while this one is stopped, counts against it, too: a limit is
-        for what hangs.
+        Time in which others measure, and this one is stopped, does not count.
         """
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
+        left_s, before = timeout_s, time.monotonic()
+        while left_s > 0:
             if self._stop.is_set():
                 return "stopped"
             with suppress(subprocess.TimeoutExpired):
-                status = self._process.wait(_POLL_S)
+                status = self._process.wait(min(_POLL_S, left_s))
                 return f"exit status {status}" if status else ""
+            before, passed_s = time.monotonic(), time.monotonic() - before
+            left_s -= passed_s if self._has_turn or not self._turns.is_taken() else 0.0
             now = _read(self._result).get("stage", "starting")
             self._stage(now)
             if now == WAITING and not self._has_turn:

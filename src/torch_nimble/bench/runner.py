@@ -6,12 +6,14 @@ a run that was cut short goes on where it stopped.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -95,12 +97,25 @@ def run(wanted: Wanted, console: Console) -> list[Json]:
             found.append(line)
         else:
             todo.append((part, entry))
-    with _Workers(wanted, console, len(todo)) as workers:
+    with _ended_like_ctrl_c(), _Workers(wanted, console, len(todo)) as workers:
         lines = workers.measure_all(todo)
     left = sum(line is None for line in lines)
     if left:
         console.print(f"{left} left; the same command goes on with them")
     return [*found, *(line for line in lines if line is not None)]
+
+
+@contextlib.contextmanager
+def _ended_like_ctrl_c() -> Iterator[None]:
+    """Whoever ends this process by a signal ends all that it has started, too."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _is_final(entry: Json) -> bool:

@@ -2,12 +2,14 @@
 
 To prepare is mostly the host's work, and one process leaves most cores idle. What is timed meanwhile,
 by Inductor to choose versions of kernels and by us to choose plans, is timed under a lock that all
-share. To measure, a process asks for the machine: all others are stopped until it has ended.
+share. To measure, a process takes that lock for good, so that nobody else is timing, and asks for the
+machine: all others are stopped until it has ended.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import os
 import signal
@@ -17,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from torch_nimble.execute.measure import time_alone
+
+_PR_SET_PDEATHSIG = 1
 
 
 class Turns:
@@ -37,6 +41,10 @@ class Turns:
         finally:
             self._groups.discard(group)
 
+    def is_taken(self) -> bool:
+        """Whether somebody measures, or a process is being started."""
+        return self._lock.locked()
+
     def take(self, group: int, wait_s: float) -> bool:
         """Whether this group has the machine for itself now: all others are stopped."""
         if not self._lock.acquire(timeout=wait_s):
@@ -56,8 +64,8 @@ class Turns:
                 os.killpg(group, number)
 
 
-class _Lock:
-    """A lock between processes, which may be taken again by who has it."""
+class Lock:
+    """A lock between processes, which may be taken again by who has it. It ends with its process."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a")
@@ -81,9 +89,9 @@ class _Lock:
         self._own.release()
 
 
-def take_turns(path: Path) -> None:
+def take_turns(path: Path) -> Lock:
     """From now on this process takes times only under the lock at that path, Inductor included."""
-    lock = _Lock(path)
+    lock = Lock(path)
     time_alone(lambda: lock)
     benchmarker = importlib.import_module("torch._inductor.runtime.benchmarking").benchmarker
     original = benchmarker.benchmark_gpu
@@ -93,3 +101,10 @@ def take_turns(path: Path) -> None:
             return original(*args, **kwargs)
 
     benchmarker.benchmark_gpu = benchmark_gpu
+    return lock
+
+
+def end_with_parent() -> None:
+    """Let the system end this process with the thread that started it, even while it is stopped."""
+    with contextlib.suppress(OSError, AttributeError):  # not on Linux
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

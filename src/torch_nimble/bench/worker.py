@@ -29,7 +29,7 @@ from torch_nimble.bench.record import Json, plain
 from torch_nimble.bench.subject import Call, Inputs, Part, Subject, error_of
 from torch_nimble.bench.systems import BY_NAME, Captured, compilations, graph_of
 from torch_nimble.bench.timing import Stopwatch
-from torch_nimble.bench.turns import take_turns
+from torch_nimble.bench.turns import end_with_parent, take_turns
 from torch_nimble.errors import NimbleError
 from torch_nimble.execute.check import TOLERANCE, worst_error
 from torch_nimble.taskgraph import Task
@@ -416,11 +416,12 @@ def main() -> None:
     """The part is the first argument, as JSON; what is found goes to the file named by the second."""
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     part, out = Part.from_dict(json.loads(sys.argv[1])), Path(sys.argv[2])
-    if part.turns:
-        take_turns(Path(part.turns))
+    end_with_parent()
+    lock = take_turns(Path(part.turns)) if part.turns else None
 
     def report(found: Json) -> None:
-        if part.turns and found.get("stage") == MEASURING:
+        if lock is not None and found.get("stage") == MEASURING:
+            lock.__enter__()  # for as long as this process lasts
             write({**found, "stage": WAITING})
             while not out.with_suffix(GO).exists():
                 time.sleep(0.05)
