@@ -67,3 +67,19 @@ def test_other_layouts_of_the_same_shape() -> None:
             x = image(seed, pinned=False)
             for given in (x, x.contiguous(memory_format=torch.channels_last), x.flip(0).flip(0)[:]):
                 assert_close(fast(given), eager(net, x.cuda()))
+
+
+def test_first_copies_wait_for_memory_that_is_still_in_use() -> None:
+    """Memory that they are given may be what work asked for before still reads."""
+    net, x = model(), image(0, pinned=False)
+    with torch.no_grad(), nimble.compile(net) as fast:
+        fast(x.cuda())
+        warm = [x.pin_memory() for _ in range(4)]  # to pin memory for the first time waits for the GPU
+        del warm
+        for _ in range(2):
+            read = [torch.ones_like(x, device="cuda") for _ in range(4)]
+            torch.cuda._sleep(LONG_CYCLES)
+            found = [one + 1 for one in read]
+            del read
+            fast(x)
+            assert all((one == 2).all() for one in found)
