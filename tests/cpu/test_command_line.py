@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -76,7 +75,8 @@ def test_ctrl_c_leaves_no_traceback() -> None:
         # A process that is started in the background may have inherited that it is ignored.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
-    time.sleep(1.5)
+    assert started.stdout is not None
+    assert started.stdout.readline()  # it has begun
     started.send_signal(signal.SIGINT)
     _, said = started.communicate(timeout=60)
     assert started.returncode == 130

@@ -39,7 +39,7 @@ from torch_nimble.bench.record import (
     plain,
 )
 from torch_nimble.bench.subject import Part
-from torch_nimble.bench.suites import Case
+from torch_nimble.bench.suites import LONGEST, Case
 from torch_nimble.bench.systems import BY_NAME
 from torch_nimble.bench.training import STEPS
 from torch_nimble.bench.turns import Turns
@@ -150,6 +150,8 @@ class _Workers:
             ThreadPoolExecutor(self._wanted.parallel) as pool,
         ):
             turns = str(Path(folder, "turns")) if self._wanted.parallel > 1 else ""
+            if turns:
+                todo = sorted(todo, key=lambda one: one[0].case.target not in LONGEST)
             try:
                 return list(
                     pool.map(lambda one: self._measure(replace(one[0], turns=turns), one[1]), todo)
