@@ -21,6 +21,7 @@ from torch_nimble.kernels.parts import (
     ceil_div,
     empty_image,
     like_float32,
+    looked_at,
     pixels,
     seen,
 )
@@ -100,7 +101,7 @@ def convolution(
         made,
         rows,
         columns,
-        **window.constants(),
+        WINDOW=window.numbers(),
         HAS_BIAS=bias is not None,
         ADDS=added is not None,
         BEFORE=before,
@@ -131,14 +132,7 @@ def _convolution(  # type: ignore[no-untyped-def]
     made,
     rows,
     columns,
-    KERNEL_H: tl.constexpr,
-    KERNEL_W: tl.constexpr,
-    STRIDE_H: tl.constexpr,
-    STRIDE_W: tl.constexpr,
-    PADDING_H: tl.constexpr,
-    PADDING_W: tl.constexpr,
-    DILATION_H: tl.constexpr,
-    DILATION_W: tl.constexpr,
+    WINDOW: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ADDS: tl.constexpr,
     BEFORE: tl.constexpr,
@@ -154,22 +148,13 @@ def _convolution(  # type: ignore[no-untyped-def]
     of_result = tl.program_id(1) * MADE + tl.arange(0, MADE)
     total = tl.zeros((PIXELS, MADE), dtype=tl.float32)
     steps = (channels + SUMMED - 1) // SUMMED
-    share = (KERNEL_H * KERNEL_W * steps + SPLIT - 1) // SPLIT
+    share = (WINDOW[0] * WINDOW[1] * steps + SPLIT - 1) // SPLIT
     begin = tl.program_id(2) * share
-    for step in range(begin, tl.minimum(begin + share, KERNEL_H * KERNEL_W * steps)):
+    for step in range(begin, tl.minimum(begin + share, WINDOW[0] * WINDOW[1] * steps)):
         tap = step // steps
         channel = (step % steps) * SUMMED + tl.arange(0, SUMMED)
-        values = seen(
-            x,
-            image,
-            row * STRIDE_H + (tap // KERNEL_W) * DILATION_H - PADDING_H,
-            column * STRIDE_W + (tap % KERNEL_W) * DILATION_W - PADDING_W,
-            known,
-            channel,
-            height,
-            width,
-            channels,
-        )
+        there, across = looked_at(row, column, tap, WINDOW)
+        values = seen(x, image, there, across, known, channel, height, width, channels)
         if BEFORE != "":
             values = activate(values.to(tl.float32), BEFORE).to(x.dtype.element_ty)
         matrix = tl.load(

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from torch_nimble.kernels.parts import Window, activate, ceil_div, empty_image, pixels, seen
+from torch_nimble.kernels.parts import Window, activate, ceil_div, empty_image, looked_at, pixels, seen
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def depthwise(
         channels,
         rows,
         columns,
-        **window.constants(),
+        WINDOW=window.numbers(),
         HAS_BIAS=bias is not None,
         BEFORE=before,
         AFTER=after,
@@ -93,37 +93,18 @@ def through_window(  # type: ignore[no-untyped-def]
     height,
     width,
     channels,
-    KERNEL_H: tl.constexpr,
-    KERNEL_W: tl.constexpr,
-    STRIDE_H: tl.constexpr,
-    STRIDE_W: tl.constexpr,
-    PADDING_H: tl.constexpr,
-    PADDING_W: tl.constexpr,
-    DILATION_H: tl.constexpr,
-    DILATION_W: tl.constexpr,
+    WINDOW: tl.constexpr,
     BEFORE: tl.constexpr,
     PIXELS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
     """Sums over the window of pixels by channels, in float32."""
     total = tl.zeros((PIXELS, CHANNELS), dtype=tl.float32)
-    for i in tl.static_range(KERNEL_H):
-        for j in tl.static_range(KERNEL_W):
-            values = seen(
-                x,
-                image,
-                row * STRIDE_H + i * DILATION_H - PADDING_H,
-                column * STRIDE_W + j * DILATION_W - PADDING_W,
-                known,
-                channel,
-                height,
-                width,
-                channels,
-            )
-            scale = tl.load(
-                weight + (i * KERNEL_W + j) * channels + channel, mask=channel < channels, other=0.0
-            )
-            total += activate(values.to(tl.float32), BEFORE) * scale.to(tl.float32)[None, :]
+    for tap in tl.static_range(WINDOW[0] * WINDOW[1]):
+        there, across = looked_at(row, column, tap, WINDOW)
+        values = seen(x, image, there, across, known, channel, height, width, channels)
+        scale = tl.load(weight + tap * channels + channel, mask=channel < channels, other=0.0)
+        total += activate(values.to(tl.float32), BEFORE) * scale.to(tl.float32)[None, :]
     return total
 
 
@@ -139,14 +120,7 @@ def _depthwise(  # type: ignore[no-untyped-def]
     channels,
     rows,
     columns,
-    KERNEL_H: tl.constexpr,
-    KERNEL_W: tl.constexpr,
-    STRIDE_H: tl.constexpr,
-    STRIDE_W: tl.constexpr,
-    PADDING_H: tl.constexpr,
-    PADDING_W: tl.constexpr,
-    DILATION_H: tl.constexpr,
-    DILATION_W: tl.constexpr,
+    WINDOW: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BEFORE: tl.constexpr,
     AFTER: tl.constexpr,
@@ -167,14 +141,7 @@ def _depthwise(  # type: ignore[no-untyped-def]
         height,
         width,
         channels,
-        KERNEL_H,
-        KERNEL_W,
-        STRIDE_H,
-        STRIDE_W,
-        PADDING_H,
-        PADDING_W,
-        DILATION_H,
-        DILATION_W,
+        WINDOW,
         BEFORE,
         PIXELS,
         CHANNELS,

@@ -32,15 +32,9 @@ class Window:
         )
         return rows, columns
 
-    def constants(self) -> dict[str, int]:
-        """By the names that kernels have for them."""
-        named: dict[str, tuple[int, int]] = {
-            "KERNEL": self.kernel,
-            "STRIDE": self.stride,
-            "PADDING": self.padding,
-            "DILATION": self.dilation,
-        }
-        return {f"{name}_{axis}": size[i] for name, size in named.items() for i, axis in enumerate("HW")}
+    def numbers(self) -> tuple[int, ...]:
+        """In the order that kernels know them in, rows before columns."""
+        return (*self.kernel, *self.stride, *self.padding, *self.dilation)
 
 
 def empty_image(x: torch.Tensor, channels: int, size: tuple[int, int]) -> torch.Tensor:
@@ -80,6 +74,13 @@ def pixels(block, COUNT: tl.constexpr, rows, columns):  # type: ignore[no-untype
     pixel = block * COUNT + tl.arange(0, COUNT)
     row = (pixel // columns) % rows
     return pixel, pixel // (rows * columns), row, pixel % columns
+
+
+@triton.jit
+def looked_at(row, column, tap, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The row and column of the image at one place of the window of each of a result's pixels."""
+    i, j = tap // WINDOW[1], tap % WINDOW[1]
+    return row * WINDOW[2] + i * WINDOW[6] - WINDOW[4], column * WINDOW[3] + j * WINDOW[7] - WINDOW[5]
 
 
 @triton.jit
