@@ -14,11 +14,11 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from kernels import convolution, depthwise, separable
+from kernels.parts import Window
 from torch import nn
 
 from torch_nimble import zoo
-from torch_nimble.kernels import convolution, depthwise, separable
-from torch_nimble.kernels.parts import Window
 
 CALLS, REPLAYS = 20, 5
 Shape = tuple[tuple[int, ...], tuple[int, ...], tuple[int, int], tuple[int, int], tuple[int, int]]

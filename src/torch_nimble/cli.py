@@ -25,6 +25,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+# Options that several commands have.
+Target = Annotated[
+    str, typer.Argument(help="A network of the zoo, package.module:name, or a task graph's .json.")
+]
+Shapes = Annotated[
+    list[str] | None,
+    typer.Option("--input", help="An input, such as 1x3x224x224 or 1x128:int64. Repeatable."),
+]
+Dtype = Annotated[str | None, typer.Option(help="Convert model and inputs: fp32, fp16, bf16, fp64.")]
+DeviceName = Annotated[
+    str | None, typer.Option(help="cuda or cpu; a GPU if there is one, unless given.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
 
 def _show_version(asked: bool) -> None:
     if asked:
@@ -51,10 +65,8 @@ def options(
 def demo(
     network: Annotated[str, typer.Option(help="A network of the zoo.")] = "nasnet-a-mobile",
     rounds: Annotated[int, typer.Option(min=3, help="Interleaved rounds of timing.")] = 15,
-    device: Annotated[
-        str | None, typer.Option(help="cuda or cpu; a GPU if there is one, unless given.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    device: DeviceName = None,
+    as_json: AsJson = False,
 ) -> None:
     """Plan, prepare, check and time NASNet-A mobile against eager PyTorch."""
     from torch_nimble.demo import run_demo
@@ -68,21 +80,13 @@ def demo(
 
 @app.command()
 def plan(
-    target: Annotated[
-        str,
-        typer.Argument(help="A network of the zoo, package.module:name, or a task graph's .json."),
-    ],
-    inputs: Annotated[
-        list[str] | None,
-        typer.Option("--input", help="An input, such as 1x3x224x224 or 1x128:int64. Repeatable."),
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="Convert model and inputs: fp32, fp16, bf16, fp64.")
-    ] = None,
+    target: Target,
+    inputs: Shapes = None,
+    dtype: Dtype = None,
     lanes: Annotated[
         int | None, typer.Option(min=1, help="List-schedule on that many lanes instead.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
     save: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
 ) -> None:
     """Plan a network or a task graph without running it."""
@@ -105,20 +109,10 @@ def plan(
 
 @app.command()
 def report(
-    target: Annotated[
-        str,
-        typer.Argument(help="A network of the zoo, package.module:name, or a task graph's .json."),
-    ],
-    inputs: Annotated[
-        list[str] | None,
-        typer.Option("--input", help="An input, such as 1x3x224x224 or 1x128:int64. Repeatable."),
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="Convert model and inputs: fp32, fp16, bf16, fp64.")
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cuda or cpu; a GPU if there is one, unless given.")
-    ] = None,
+    target: Target,
+    inputs: Shapes = None,
+    dtype: Dtype = None,
+    device: DeviceName = None,
     times: Annotated[
         str | None,
         typer.Option(help="measured, in a real pass, or simulated. A task graph is simulated."),
@@ -127,7 +121,7 @@ def report(
     trace: Annotated[
         Path | None, typer.Option(help="Write the timeline for Perfetto and chrome://tracing, too.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write a page about a plan: timeline, graph, tasks, candidates."""
     from torch_nimble.reporting import Wanted, make_report
@@ -172,9 +166,7 @@ def bench(
         Path, typer.Option(help="Folder of the record. What it has already is not measured again.")
     ] = Path("torch-nimble-bench"),
     again: Annotated[bool, typer.Option("--again", help="Measure once more what it has.")] = False,
-    device: Annotated[
-        str | None, typer.Option(help="cuda or cpu; a GPU if there is one, unless given.")
-    ] = None,
+    device: DeviceName = None,
     parallel: Annotated[
         int, typer.Option(min=1, help="Processes that prepare at once; each still measures alone.")
     ] = 1,
@@ -198,7 +190,7 @@ def bench(
         list[Path] | None,
         typer.Option(help="With --render: put the tables between the markers of this file. Repeatable."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure against eager, CUDA graphs, torch.compile and others, side by side."""
     from torch_nimble.bench import command
@@ -245,7 +237,7 @@ def bench(
 
 @app.command()
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show versions and devices, what will be used, and what is missing."""
     from torch_nimble.doctor import examine, show

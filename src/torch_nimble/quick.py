@@ -17,11 +17,9 @@ import torch
 
 from torch_nimble.capture import AutocastState
 from torch_nimble.execute.cuda import CudaExecutable
-from torch_nimble.flags import numeric_flags
+from torch_nimble.flags import numeric_flags, profiling
 from torch_nimble.prepared import Prepared
 from torch_nimble.tree import Leaf, Node, flatten_inputs, unflatten_output
-
-_profiler_enabled = torch._C._autograd._profiler_enabled
 
 MISS: Final = object()
 """Not such a call."""
@@ -77,7 +75,7 @@ class QuickCall:
             if structure != self._structure:
                 return MISS
         index = self._index
-        if len(tensors) != self._count or _forks[0] != self._forks or _profiler_enabled():
+        if len(tensors) != self._count or _forks[0] != self._forks or profiling():
             return MISS
         if torch._C._cuda_getDevice() != index:  # the driver copies on the current device
             return MISS

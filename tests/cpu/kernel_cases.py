@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # where kernels are tried
 Tensor = torch.Tensor
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "": lambda x: x,
@@ -79,8 +82,8 @@ class Example:
 
 def check_kernels(case: Case, dtype: torch.dtype, device: str, allowed: float) -> None:
     """All families on one case, each in several configurations."""
-    from torch_nimble.kernels import convolution, depthwise, separable
-    from torch_nimble.kernels.parts import Window
+    from kernels import convolution, depthwise, separable
+    from kernels.parts import Window
 
     example = Example(case, dtype, device)
     window, x = Window(*example.geometry), example.x

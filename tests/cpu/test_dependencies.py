@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import torch_nimble as nimble
 from cpu.helpers import assert_close, assert_equal, branches, eager, image, plans_of
+from torch_nimble import zoo
 from torch_nimble.api import taskgraph
 from torch_nimble.regions import disjoint
 
@@ -226,8 +227,6 @@ def test_plan_of_one_shape_serves_another_shape_of_the_same_network() -> None:
 def test_published_networks_have_the_known_plan(
     name: str, chains: int, streams: int, waits: int
 ) -> None:
-    pytest.importorskip("numpy")
-    zoo = pytest.importorskip("torch_nimble.zoo")
     try:
         network = zoo.load(name, calibrate=False)
     except nimble.MissingDependencyError as missing:

@@ -1,4 +1,4 @@
-"""Our Triton kernels in Triton's interpreter, which needs no GPU."""
+"""Triton kernels to be tried in Triton's interpreter, which needs no GPU."""
 
 from __future__ import annotations
 

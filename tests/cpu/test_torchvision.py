@@ -7,8 +7,7 @@ import torch
 
 import torch_nimble as nimble
 from cpu.helpers import assert_matches_eager
-
-zoo = pytest.importorskip("torch_nimble.zoo")
+from torch_nimble import zoo
 
 
 @pytest.mark.parametrize(

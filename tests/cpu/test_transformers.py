@@ -9,9 +9,9 @@ import torch
 
 import torch_nimble as nimble
 from cpu.helpers import Call, assert_close, assert_matches_eager, eager
+from torch_nimble.zoo import libraries
 
 pytest.importorskip("transformers")
-libraries = pytest.importorskip("torch_nimble.zoo.libraries")
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
 

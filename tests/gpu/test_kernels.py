@@ -1,4 +1,4 @@
-"""Our Triton kernels against torch in float64, over windows, strides, paddings, odd sizes and dtypes."""
+"""Kernels to be tried against torch in float64, over windows, strides, paddings, odd sizes, dtypes."""
 
 from __future__ import annotations
 

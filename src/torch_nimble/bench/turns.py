@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from torch_nimble.execute.measure import time_alone
+from torch_nimble.lower import inductor
 
 _PR_SET_PDEATHSIG = 1
 
@@ -93,14 +92,7 @@ def take_turns(path: Path) -> Lock:
     """From now on this process takes times only under the lock at that path, Inductor included."""
     lock = Lock(path)
     time_alone(lambda: lock)
-    benchmarker = importlib.import_module("torch._inductor.runtime.benchmarking").benchmarker
-    original = benchmarker.benchmark_gpu
-
-    def benchmark_gpu(*args: Any, **kwargs: Any) -> Any:
-        with lock:
-            return original(*args, **kwargs)
-
-    benchmarker.benchmark_gpu = benchmark_gpu
+    inductor.time_inside(lock)
     return lock
 
 

@@ -49,6 +49,7 @@ __all__ = [
     "lower",
     "record",
     "start_workers",
+    "time_inside",
     "unsupported",
     "wrapper_of",
 ]
@@ -106,6 +107,19 @@ def start_workers() -> None:
         from torch._inductor import async_compile
 
         getattr(async_compile, "maybe_warm_pool", async_compile.AsyncCompile.warm_pool)()
+
+
+def time_inside(lock: contextlib.AbstractContextManager[None]) -> None:
+    """From now on let Inductor take the times of kernels inside of this, which may be entered again."""
+    from torch._inductor.runtime.benchmarking import benchmarker
+
+    original = benchmarker.benchmark_gpu
+
+    def benchmark_gpu(*args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return original(*args, **kwargs)
+
+    benchmarker.benchmark_gpu = benchmark_gpu  # type: ignore[method-assign]
 
 
 def lower(captured: Captured, layout: Layout, device: torch.device) -> Lowered:

@@ -12,7 +12,6 @@ from torch import fx
 
 from torch_nimble.lower.passes.fold import fold_batch_norm
 from torch_nimble.lower.passes.guard import drop_checks, protect_results
-from torch_nimble.lower.passes.join import join_linears
 from torch_nimble.lower.passes.layout import lay_out_weights, use_channels_last
 from torch_nimble.lower.passes.merge import merge_equal
 from torch_nimble.lower.passes.pack import pack_convolutions
@@ -34,20 +33,12 @@ PASSES: dict[Layout, tuple[Pass, ...]] = {
 
 # Before a compiler that fuses, which carries channels-last through the graph by itself.
 FUSED_PASSES: dict[Layout, tuple[Pass, ...]] = {
-    "as captured": (
-        drop_checks,
-        fold_batch_norm,
-        split_gradients,
-        merge_equal,
-        join_linears,
-        protect_results,
-    ),
+    "as captured": (drop_checks, fold_batch_norm, split_gradients, merge_equal, protect_results),
     "channels-last": (
         drop_checks,
         fold_batch_norm,
         split_gradients,
         merge_equal,
-        join_linears,
         lay_out_weights,
         protect_results,
     ),

@@ -41,7 +41,7 @@ def use_channels_last(graph: fx.Graph, constants: frozenset[str]) -> int:
                     node.update_arg(position, laid_out)
             changed += 1
     if changed:
-        free_views(graph)
+        _free_views(graph)
         _restore_results(graph)
     return changed
 
@@ -63,7 +63,7 @@ def lay_out_weights(graph: fx.Graph, constants: frozenset[str]) -> int:
                 node.update_arg(1, graph.call_function(channels_last, (weight,)))
             changed += 1
     if changed:
-        free_views(graph)
+        _free_views(graph)
     return changed
 
 
@@ -83,8 +83,7 @@ def _has_images(node: fx.Node) -> bool:
     return isinstance(image, fx.Node) and image.meta["val"].dim() == 4
 
 
-def free_views(graph: fx.Graph) -> None:
-    """Let views copy where memory lies in another way than it did."""
+def _free_views(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.target in _VIEWS:
             node.target = reshape

@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from torch_nimble.kernels.depthwise import through_window
-from torch_nimble.kernels.parts import Window, activate, ceil_div, empty_image, like_float32, pixels
+from kernels.depthwise import through_window
+from kernels.parts import Window, activate, ceil_div, empty_image, like_float32, pixels
 
 
 @dataclass(frozen=True)

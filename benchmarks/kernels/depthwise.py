@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from torch_nimble.kernels.parts import Window, activate, ceil_div, empty_image, looked_at, pixels, seen
+from kernels.parts import Window, activate, ceil_div, empty_image, looked_at, pixels, seen
 
 
 @dataclass(frozen=True)
