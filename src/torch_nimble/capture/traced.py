@@ -21,10 +21,9 @@ from torch_nimble.errors import CaptureError
 from torch_nimble.tree import Structure
 
 _aten = torch.ops.aten
-_CUDNN = 8
-"""Where `batch_norm` and `instance_norm` are told whether they may use cuDNN."""
 _STATISTICS, _TRAINS = 3, 5
-Function = Callable[..., Sequence[torch.Tensor]]
+Tensor = torch.Tensor
+Function = Callable[..., Sequence[Tensor]]
 
 
 def trace(function: Function, examples: Sequence[torch.Tensor]) -> fx.GraphModule:
@@ -38,7 +37,7 @@ def trace(function: Function, examples: Sequence[torch.Tensor]) -> fx.GraphModul
 
     mode = FakeTensorMode()
     fakes = [mode.from_tensor(tensor.detach()) for tensor in examples]
-    with mode, _norms_without_cudnn():
+    with mode, _norms_that_say_what_they_write():
         made: fx.GraphModule = make_fx(dispatch_functionalize(function))(*fakes)
     for node in made.graph.find_nodes(op="call_function", target=_aten.cudnn_batch_norm.default):
         if node.args[_TRAINS] and node.args[_STATISTICS] is not None:
@@ -50,25 +49,72 @@ def trace(function: Function, examples: Sequence[torch.Tensor]) -> fx.GraphModul
 
 
 @contextlib.contextmanager
-def _norms_without_cudnn() -> Iterator[None]:
-    """Batch norm by operators that say what they write.
+def _norms_that_say_what_they_write() -> Iterator[None]:
+    """Batch norm by the operator whose schema has its statistics.
 
-    cuDNN's writes statistics behind its schema's back, and functionalising goes by schemas. What is made
-    of the graph has kernels of its own.
+    torch picks cuDNN's for images on a GPU, whatever it is told by argument, and that one writes them
+    behind its schema's back, while functionalising goes by schemas. What is made of the graph has
+    kernels of its own.
     """
+    usual = torch.batch_norm
 
-    def without(name: str) -> Any:
-        original = getattr(torch, name)
+    def using(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *args, **kwargs: norm(usual, *args, **kwargs)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if len(args) > _CUDNN:
-                return original(*args[:_CUDNN], False, **kwargs)
-            return original(*args, **{**kwargs, "cudnn_enabled": False})
-
-        return mock.patch.object(torch, name, call)
-
-    with without("batch_norm"), without("instance_norm"):
+    with (
+        mock.patch.object(torch, "batch_norm", using(_batch_norm)),
+        mock.patch.object(torch, "instance_norm", using(_instance_norm)),
+    ):
         yield
+
+
+def _batch_norm(
+    usual: Callable[..., Tensor],
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    statistics = [t for t in (running_mean, running_var) if t is not None]
+    if not training or len(statistics) == 1:  # which torch refuses
+        given = (input, weight, bias, running_mean, running_var, training, momentum, eps)
+        return usual(*given, cudnn_enabled)
+    made: tuple[Tensor, ...] = _aten._native_batch_norm_legit(
+        input, weight, bias, *statistics, True, momentum, eps
+    )
+    return made[0]
+
+
+def _instance_norm(
+    usual: Callable[..., Tensor],
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    """As torch has it: every image's channels are channels of one image."""
+    images, channels = input.shape[:2]
+    mean, variance, weight, bias = (
+        None if t is None else t.repeat(images) for t in (running_mean, running_var, weight, bias)
+    )
+    flat = input.reshape(1, images * channels, *input.shape[2:])
+    made = _batch_norm(
+        usual, flat, weight, bias, mean, variance, use_input_stats, momentum, eps, cudnn_enabled
+    )
+    for own, repeated in ((running_mean, mean), (running_var, variance)):
+        if own is not None and repeated is not None and use_input_stats:
+            own.copy_(repeated.view(images, channels).mean(0))
+    return made.view(input.shape)
 
 
 @contextlib.contextmanager

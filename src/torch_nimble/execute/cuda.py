@@ -244,7 +244,7 @@ class CudaExecutable:
                 if name in self._borrowed:
                     moved |= new.data_ptr() != self._addresses[name] or not _look_alike(own, new)
                 elif new is not own and _look_alike(own, new):
-                    own.copy_(new)
+                    _without_repeats(own).copy_(_without_repeats(new))
                 elif new is not own:
                     moved = True
             self.room.leave()
@@ -335,12 +335,17 @@ class Binding:
 
 def _relaid(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
     """A copy with these strides; dimensions along which all elements are one are kept so."""
-    compact = tensor
-    for i, stride in enumerate(strides):
-        if stride == 0 and tensor.shape[i] > 1:
-            compact = compact.narrow(i, 0, 1)
+    compact = _without_repeats(tensor, strides)
     made = torch.empty_strided(compact.shape, strides, dtype=tensor.dtype, device=tensor.device)
     return made.copy_(compact).expand(tensor.shape)
+
+
+def _without_repeats(tensor: Tensor, strides: tuple[int, ...] | None = None) -> Tensor:
+    """Of the elements that are one along a dimension, by its own or these strides, only one."""
+    for i, stride in enumerate(tensor.stride() if strides is None else strides):
+        if stride == 0 and tensor.shape[i] > 1:
+            tensor = tensor.narrow(i, 0, 1)
+    return tensor
 
 
 def _is_dense(tensor: Tensor) -> bool:
