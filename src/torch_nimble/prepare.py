@@ -106,6 +106,7 @@ def _prepare(
         trials = [Trial(adapter, lowered, tensors, folded, roundings) for lowered in lowerings]
     with stages("run eager"):
         reference = _reference(adapter, trials[0], tensors)
+        device.after_eager()
     entries: list[Entry] = []
     try:
         with generators_kept():

@@ -263,10 +263,14 @@ def assert_usable(engine: nimble.Engine, model: Any, *args: Any) -> None:
     assert_close(engine(*args), eager(model, *args))
 
 
+# A process that is started in the background may have inherited that Ctrl-C is ignored.
+HEED_CTRL_C = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+
+
 def run_script(source: str, *, timeout: float = 60, **environment: str) -> str:
     """The output of a script in a process of its own; fails the test if the script fails."""
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(source)],
+        [sys.executable, "-c", HEED_CTRL_C + textwrap.dedent(source)],
         capture_output=True,
         text=True,
         timeout=timeout,

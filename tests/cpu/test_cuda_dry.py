@@ -259,6 +259,62 @@ def test_weights_go_into_the_memory_that_graphs_know() -> None:
     assert not executable._bindings
 
 
+def test_weights_that_repeat_their_elements_are_taken_in() -> None:
+    model = nn.Linear(3, 4, bias=False).eval()
+
+    def forward(x: Tensor) -> Tensor:
+        return x + model.weight.t()[0].neg().expand(2, 4)
+
+    x = torch.randn(2, 4)
+    lowered, trial = parts(forward, x)  # type: ignore[arg-type]
+    constants = {
+        name: tensor.detach()[:1].expand(tensor.shape) if tensor.dim() == 2 else tensor
+        for name, tensor in trial.constants.items()
+    }
+    executable = CudaExecutable(lowered, serial(lowered.graph), Room(CPU))
+    executable.bind(constants, (x,))
+    doubled = {name: (2 * t[:1]).expand(t.shape) for name, t in constants.items()}
+    executable._borrowed = frozenset()
+    executable.rebind(doubled)
+    for name, tensor in executable.constants.items():
+        assert_close(tensor, doubled[name])
+
+
+class Guest:
+    forgotten = 0
+
+    def forget_graphs(self) -> None:
+        self.forgotten += 1
+
+
+def test_an_arena_that_must_grow_moves_unless_it_is_to_stay() -> None:
+    moving, staying = Room(CPU), Room(CPU, stays=True)
+    for room, forgotten, pieces in ((moving, 2, [900]), (staying, 0, [300, 200, 400])):
+        guest = Guest()
+        room.take_in(guest)
+        for size in (300, 500, 400, 900):
+            room.reserve(size)
+        assert guest.forgotten == forgotten
+        assert [segment.numel() for segment in room._segments] == pieces
+    assert moving.segments == ()
+    assert staying.segments == (300, 200, 400)
+
+
+def test_graphs_in_an_arena_that_moved_are_captured_again_when_they_are_called() -> None:
+    model, x = nn.Linear(4, 4).eval(), torch.randn(2, 4)
+    lowered, trial = parts(model, x)
+    room = Room(CPU)
+    executable = CudaExecutable(lowered, serial(lowered.graph), room)
+    executable.bind(trial.constants, (x,))
+    room.reserve(100)
+    before = Graph.captures
+    room.reserve(200)
+    assert executable.short_way is None
+    assert_close(executable.call((x,)), [eager(model, x)])
+    assert Graph.captures == before + 1
+    assert executable.short_way is not None
+
+
 def test_state_at_an_odd_address_is_refused(model: nn.Module) -> None:
     model.calls = torch.zeros(5)[1:]
     x, cache = inputs()

@@ -766,8 +766,8 @@ def test_interrupt_ends_a_run_of_several_streams_and_the_engine_stays_right() ->
         PREAMBLE.format(depth=12, rows=1000)
         + """
 for _ in range(3):
-    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     try:
+        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         while True:
             fast(x)
     except KeyboardInterrupt:
@@ -776,6 +776,61 @@ for _ in range(3):
 """
     )
     assert run_script(script).split() == ["interrupted"] * 3
+
+
+def test_interrupts_anywhere_in_a_run_leave_the_engine_right_and_no_threads() -> None:
+    script = (
+        PREAMBLE.format(depth=2, rows=8)
+        + """
+import itertools
+from torch_nimble.execute import cpu
+
+def interrupts(first, second):
+    # How many came of two: at the first line of the executor, and at the second place after it at
+    # which Python looks for signals. A function that raises is not called any more.
+    lines, places = itertools.count(1), itertools.count(1)
+    came = []
+    def at_line(frame, event, _):
+        if frame.f_code.co_filename != cpu.__file__:
+            return None
+        if event == "line" and next(lines) == first:
+            came.append(frame.f_lineno)
+            sys.setprofile(at_place)
+            raise KeyboardInterrupt
+        return at_line
+    def at_place(frame, event, _):
+        inside = frame.f_code.co_filename == cpu.__file__
+        if inside and event in ("call", "c_call", "c_return") and next(places) == second:
+            came.append(frame.f_lineno)
+            raise KeyboardInterrupt
+    sys.settrace(at_line)
+    try:
+        fast(x)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+        sys.setprofile(None)
+    return len(came)
+
+assert right()
+before = threading.active_count()
+most = 0
+for first in itertools.count(1):
+    came = []
+    for second in range(1, 30):
+        came.append(interrupts(first, second))
+        assert right() and right(), (first, second)
+    most = max(most, *came)
+    if not any(came):
+        break
+assert right() and first > 20 and most == 2
+while threading.active_count() > before:
+    time.sleep(0.01)
+print("right")
+"""
+    )
+    assert run_script(script).strip() == "right"
 
 
 def test_environment_variable_turns_everything_off() -> None:

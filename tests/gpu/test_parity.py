@@ -66,7 +66,7 @@ NETWORKS: dict[str, Callable[[], tuple[nn.Module, Any, Batches]]] = {
     "bert classifier": a_bert,
 }
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "momentum": lambda m: torch.optim.SGD(m.parameters(), lr=1e-2, momentum=0.9, weight_decay=1e-4),
+    "momentum": lambda m: torch.optim.SGD(m.parameters(), lr=1e-3, momentum=0.9, weight_decay=1e-4),
     "adam": lambda m: torch.optim.Adam(m.parameters(), lr=1e-4, eps=1e-6),
     "adamw": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-4, eps=1e-6),
 }

@@ -137,6 +137,10 @@ class Device(abc.ABC):
     ) -> list[Lowered]:
         """The lowerings to try, the plainest first; notes say what could not be had, and why."""
 
+    def after_eager(self) -> None:
+        """Free what running the model itself has left behind."""
+        return
+
     @abc.abstractmethod
     def entries(self, trial: Trial, options: Options) -> Iterator[Entry]:
         """Plans to try for one lowering, ready to run on the trial's copies."""

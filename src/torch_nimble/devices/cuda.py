@@ -25,7 +25,7 @@ from torch_nimble.devices.base import (
 from torch_nimble.devices.layout import faster_layout
 from torch_nimble.errors import FallbackError, LoweringError, PlanError
 from torch_nimble.execute.check import tf32_tolerance
-from torch_nimble.execute.cuda import Binding, CudaExecutable
+from torch_nimble.execute.cuda import Binding, CudaExecutable, free_workspaces
 from torch_nimble.execute.measure import Timing, alone, race
 from torch_nimble.execute.room import Room
 from torch_nimble.execute.timelines import cuda_timeline
@@ -78,6 +78,10 @@ class CudaDevice(Device):
         self.lock = self.room.lock
         self._not_tried: list[Candidate] = []
 
+    def after_eager(self) -> None:
+        """Workspaces of cuBLAS, which are larger than the activations of a small network."""
+        free_workspaces()
+
     def running(self) -> contextlib.AbstractContextManager[None]:
         """On this device, whichever the caller's current one is."""
         return torch.cuda.device(self.device)
@@ -127,7 +131,7 @@ class CudaDevice(Device):
         """Serial, lanes and maximum concurrency, the last ones also with priorities."""
         if not trial.lowered.graph.tasks:
             raise RefusedError("the model does nothing that could be scheduled")
-        make = Candidates(trial, options, Room(self.device))
+        make = Candidates(trial, options, Room(self.device, stays=True))
         self._not_tried = make.left_out
         custom = custom_plan(trial.lowered, options)
         if custom is not None:
@@ -154,7 +158,7 @@ class CudaDevice(Device):
         plan = dataclasses.replace(winner.plan, variants=variants)
         made = CudaExecutable(lowered, plan, self.room, static_outputs=options.static_outputs)
         made.result_strides = strides
-        with _refusing_failures():
+        with _refusing_failures(), self.room.lock:  # others must not run while the arena moves
             made.bind(winner.trial.constants, winner.trial.given)
         return made
 

@@ -47,16 +47,20 @@ class CpuExecutable:
         self._assemble()
 
     def _assemble(self) -> None:
-        """Code and threads of their own: those of an abandoned team must not touch the next one's."""
-        self._code = compile_plan(self.lowered.program, self.plan, timed=self._timed)
-        self._code.namespace.update(
+        """Code and threads of their own: those of an interrupted team must not touch the next one's.
+
+        They are put in place when all is there, so that Ctrl-C before that leaves nothing half-made.
+        """
+        code = compile_plan(self.lowered.program, self.plan, timed=self._timed)
+        code.namespace.update(
+            self._constants,
             nimble__halt=(),
             nimble__Halted=Halted,
             nimble__spans=self.spans,
             nimble__now=time.perf_counter,
         )
-        several = len(self._code.streams) > 1
-        self._team = _Team(self._code, self.intra_threads) if several else None
+        team = _Team(code, self.intra_threads) if len(code.streams) > 1 else None
+        self._code, self._team = code, team
 
     def bind(self, constants: Mapping[str, Tensor]) -> None:
         """Use these tensors as the program's constants and state from the next run on."""
@@ -65,9 +69,9 @@ class CpuExecutable:
 
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """One pass over the plan. `inputs` have the layouts of the program's input slots."""
-        if self._team is not None and self._team.abandoned:
+        if self._team is not None and self._team.unfinished:
+            self._team.close()
             self._assemble()
-            self._code.namespace.update(self._constants)
         code = self._code
         box: list[Any] = [None] * code.box_size
         for slot, tensor in zip(code.input_slots, inputs, strict=True):
@@ -132,10 +136,11 @@ class CpuExecutable:
 
 
 class _Team:
-    """One thread a stream, waiting for runs. After Ctrl-C a team is abandoned and a new one made."""
+    """One thread a stream, waiting for runs. After Ctrl-C a team is closed and a new one made."""
 
     def __init__(self, code: Compiled, intra_threads: int) -> None:
-        self.abandoned = False
+        self.unfinished = False
+        """Whether a run has begun and not come to its end: after Ctrl-C, wherever that arrived."""
         self._halt: list[bool] = []
         self._errors: list[BaseException] = []
         self._job: tuple[list[Any], bool] | None = None
@@ -143,6 +148,7 @@ class _Team:
         self._go = [_taken() for _ in code.streams]
         self._done = [_taken() for _ in code.streams]
         self._busy = [False] * len(code.streams)
+        self._finalizer = weakref.finalize(self, _end, self._go)
         code.namespace["nimble__halt"] = self._halt
         for (wait, tell), lock in zip(code.waits, self._waits, strict=True):
             code.namespace.update({wait: lock.acquire, tell: lock.release})
@@ -157,27 +163,29 @@ class _Team:
                 ).start()
             for done in self._done:
                 done.acquire()
-        self._finalizer = weakref.finalize(self, _end, self._go)
 
     def run(self, box: list[Any]) -> None:
         """All streams once; the first error of any of them is raised here."""
         self._job = (box, torch.is_inference_mode_enabled())
+        self.unfinished = True  # first, because Ctrl-C may end the clearing up below as well
         try:
             for go in self._go:
                 go.release()
             for done in self._done:
                 done.acquire()
         except BaseException:  # Ctrl-C, anywhere between these lines
-            self._abandon()
+            self.close()
             raise
         self._job = None
-        if self._errors:
-            error = self._errors[0]
+        errors = self._errors[:1]
+        if errors:
             self._errors.clear()
             self._halt.clear()
             for lock in self._waits:
                 lock.acquire(blocking=False)
-            raise error
+        self.unfinished = False
+        if errors:
+            raise errors[0]
 
     def work(self, number: int, stream: Any) -> bool:
         """What a thread does for one run; False if there is nothing to do any more."""
@@ -201,7 +209,16 @@ class _Team:
         return True
 
     def close(self) -> None:
-        self._finalizer()
+        """Stop the streams, wait until none is inside a task, and let the threads end.
+
+        If Ctrl-C ends this early, it can be done again.
+        """
+        self._job = None
+        self._stop()
+        while any(self._busy):
+            time.sleep(0.001)
+        _end(self._go)
+        self._finalizer.detach()
 
     def _stop(self) -> None:
         """Let every stream stop before its next task, those that wait included."""
@@ -209,15 +226,6 @@ class _Team:
         for lock in self._waits:
             with contextlib.suppress(RuntimeError):  # released already
                 lock.release()
-
-    def _abandon(self) -> None:
-        """Stop the streams, wait until none is inside a task, and let the threads end."""
-        self.abandoned = True
-        self._job = None
-        self._stop()
-        while any(self._busy):
-            time.sleep(0.001)
-        self.close()
 
 
 def _relaid(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:

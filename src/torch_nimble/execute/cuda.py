@@ -58,6 +58,7 @@ class CudaExecutable:
         self._addresses: dict[str, int] = {}  # of the constants, as the graphs know them
         self._borrowed: frozenset[str] = frozenset()  # constants that lie in the model's own memory
         self._counted: list[Tensor] = []  # state that the graphs write
+        room.take_in(self)
 
     # ------------------------------------------------------------ capturing
 
@@ -105,9 +106,10 @@ class CudaExecutable:
         self._addresses = {name: tensor.data_ptr() for name, tensor in self.constants.items()}
         written = [self.constants[name] for name in sorted(program.state & program.constants)]
         self._counted = [tensor for tensor in written if not tensor.is_inference()]
-        self._forget_bindings()
+        self.forget_graphs()
 
-    def _forget_bindings(self) -> None:
+    def forget_graphs(self) -> None:
+        """Capture them again when they are needed."""
         self._bindings.clear()
         self.short_way = None
 
@@ -153,9 +155,8 @@ class CudaExecutable:
             try:
                 yield
             finally:
-                # cuBLAS keeps its workspaces by stream, so the next graph captured on these streams
-                # would work in memory of this one's. As torch does around graphs of its own.
-                torch._C._cuda_clearCublasWorkspaces()
+                # The next graph captured on these streams would work in memory of this one's.
+                free_workspaces()
 
     def _places(self, examples: Sequence[Tensor]) -> list[Tensor]:
         """Where each input is to lie: written ones where they are, if a graph can work on them there."""
@@ -256,7 +257,7 @@ class CudaExecutable:
         """Free the graphs; their memory goes back to the room."""
         if self._bindings:
             self.room.wait()
-        self._forget_bindings()
+        self.forget_graphs()
         self.constants = {}
         self._counted = []
 
@@ -331,6 +332,11 @@ class Binding:
             output.clone() if strides is None else _relaid(output, strides)
             for output, strides in zip(self.outputs, self.other_strides, strict=True)
         ]
+
+
+def free_workspaces() -> None:
+    """Take from cuBLAS what it keeps by stream, as torch does around graphs of its own."""
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 def _relaid(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:

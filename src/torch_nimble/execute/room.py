@@ -2,12 +2,18 @@
 
 Graphs of one engine never run at the same time, so they may use the same memory, one after another.
 Two engines have nothing in common.
+
+Activations lie in an arena. When a graph needs a larger one than there is, the engine takes a new one
+and gives the old one back: graphs that were captured in it are forgotten, and captured again when they
+are called next. Pieces added to the end would cost no capture, but no buffer lies in two of them, and
+eight batch sizes from small to large came to four times the memory of the largest. Where several plans
+are to be compared, all must stay as they are, and pieces are added.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
@@ -16,11 +22,20 @@ from torch_nimble.execute.streams import Streams
 from torch_nimble.lower.program import Allocation
 
 
-class Room:
-    """The place on a device where the graphs of one engine run."""
+class Resident(Protocol):
+    """Whose graphs lie in a room."""
 
-    def __init__(self, device: torch.device) -> None:
+    def forget_graphs(self) -> None:
+        """The arena moves: graphs that know its addresses must not run again."""
+
+
+class Room:
+    """The place on a device where the graphs of one engine run; with `stays`, its arena never moves."""
+
+    def __init__(self, device: torch.device, *, stays: bool = False) -> None:
         self.device = device
+        self._stays = stays
+        self._residents: WeakSet[Resident] = WeakSet()
         self.streams = Streams.of(device)
         self._pool: Any = None
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
@@ -59,16 +74,27 @@ class Room:
         """Until all work that was begun has ended."""
         self._left.synchronize()
 
+    def take_in(self, resident: Resident) -> None:
+        """Tell whoever captures graphs here when the arena moves."""
+        self._residents.add(resident)
+
     @property
     def segments(self) -> tuple[int, ...]:
-        """Bytes of each piece of the arena, which lie end to end in its addresses."""
-        return tuple(segment.numel() for segment in self._segments)
+        """Bytes of the pieces to plan with, end to end in the arena's addresses; none if it can move."""
+        return tuple(segment.numel() for segment in self._segments) if self._stays else ()
 
     def reserve(self, size: int) -> None:
-        """Make the arena at least that large; what is there stays where it is."""
-        missing = size - sum(self.segments)
-        if missing > 0:
-            self._segments.append(torch.empty(missing, dtype=torch.uint8, device=self.device))
+        """Make the arena at least that large. If it has to move for that, it must not be in use."""
+        missing = size - sum(segment.numel() for segment in self._segments)
+        if missing <= 0:
+            return
+        if not self._stays and self._segments:
+            self.wait()
+            for resident in self._residents:
+                resident.forget_graphs()
+            self._segments.clear()
+            missing = size
+        self._segments.append(torch.empty(missing, dtype=torch.uint8, device=self.device))
 
     def place(self, offset: int, allocation: Allocation) -> torch.Tensor:
         """The tensor at that place of the arena."""
