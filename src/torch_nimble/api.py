@@ -36,6 +36,7 @@ def compile(
     planner: Planner | None = None,
     static_outputs: bool = False,
     memory_limit: int | None = None,
+    tune: str = "fast",
     progress: Progress = lambda stage: None,
 ) -> Any:
     """Make a model run by ahead-of-time, multi-stream plans.
@@ -58,6 +59,8 @@ def compile(
     memory_limit: on a GPU, the most bytes that a plan may take for activations, inputs, results and
         workspaces; plans that need more do not take part. By default a plan on several streams may
         take a third more than the plan on one, the weights counted in.
+    tune: on a GPU, try kernels of our own for each convolution and take the fastest. `"fast"` tries the
+        three likeliest, `"full"` all there are, `"off"` none. What was found is kept on disk.
     progress: is told each stage of preparation as it begins.
     """
     options = Options.checked(
@@ -69,6 +72,7 @@ def compile(
         planner=planner,
         static_outputs=static_outputs,
         memory_limit=memory_limit,
+        tune=tune,
     )
     if model is None:
         if args is not None or kwargs is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import io
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from torch_nimble.execute.measure import Timing
+from torch_nimble.kernels.sites import LIBRARY
 from torch_nimble.plans import GraphFacts
 
 log = logging.getLogger("torch_nimble")
@@ -74,6 +75,24 @@ class SignatureAccount:
     memory_bytes: int = 0
     notes: tuple[str, ...] = ()
     tasks_are: str = "operators"
+    kernels: tuple[KernelAccount, ...] = ()
+
+
+@dataclass(frozen=True)
+class KernelAccount:
+    """Convolutions of one kind: what was tried for them, and what won."""
+
+    site: str
+    count: int
+    chosen: str
+    times_us: Mapping[str, float]
+    refused: Mapping[str, str]
+
+    @property
+    def saved_us(self) -> float:
+        """What all of them together are shorter than the library's, by their own times."""
+        known = {LIBRARY: 0.0, self.chosen: 0.0, **self.times_us}
+        return self.count * (known[LIBRARY] - known[self.chosen])
 
 
 @dataclass(frozen=True)
@@ -178,6 +197,13 @@ def _signature_lines(account: SignatureAccount) -> list[str]:
     ]
     if account.memory_bytes:
         lines.append(f"memory beside the weights: {account.memory_bytes / 2**20:.1f} MiB")
+    if account.kernels:
+        own = sum(kernel.count for kernel in account.kernels if kernel.chosen != LIBRARY)
+        saved = sum(kernel.saved_us for kernel in account.kernels)
+        lines.append(
+            f"convolutions: {own} of {sum(k.count for k in account.kernels)} by kernels of our own, "
+            f"which take {_time(saved)} less than the library's by themselves"
+        )
     if account.training:
         lines.append(
             "the model is in training mode: batch norm is not folded and dropout draws; "

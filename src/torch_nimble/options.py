@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from torch_nimble.errors import OptionError
+from torch_nimble.kernels.sites import EFFORTS, Effort
 from torch_nimble.plans import Plan
 from torch_nimble.taskgraph import TaskGraph
 
@@ -28,6 +29,7 @@ class Options:
     planner: Planner | None = None
     static_outputs: bool = False
     memory_limit: int | None = None
+    tune: Effort = "fast"
 
     @classmethod
     def checked(
@@ -41,6 +43,7 @@ class Options:
         planner: Planner | None = None,
         static_outputs: bool = False,
         memory_limit: int | None = None,
+        tune: str = "fast",
     ) -> Options:
         """The options, or OptionError with the value that is wrong and the values that are not."""
         if on_new_shape not in get_args(OnNewShape):
@@ -63,6 +66,8 @@ class Options:
             isinstance(memory_limit, bool) or not isinstance(memory_limit, int) or memory_limit < 0
         ):
             raise OptionError(f"memory_limit is {memory_limit!r}; it must be a number of bytes")
+        if tune not in EFFORTS:
+            raise OptionError(f"tune is {tune!r}; it must be one of {', '.join(map(repr, EFFORTS))}")
         if plan is not None and planner is not None:
             raise OptionError("plan= and planner= exclude each other; give one of them")
         if planner is not None and not callable(planner):
@@ -82,6 +87,7 @@ class Options:
             planner,
             bool(static_outputs),
             memory_limit,
+            tune,  # type: ignore[arg-type]
         )
 
 

@@ -49,8 +49,8 @@ class Plan:
 
     `layout` is that of the graph: a network with convolutions has two lowerings. On a GPU the tasks of
     the streams in `high_priority` go first where two are ready and there is room for one. `variants`
-    says which of several tuned versions of a kernel was used, so that the plan gives the same bits
-    again in another process.
+    says which of several tuned versions of a kernel was used, and `kernels` which of our own stands for
+    a convolution, so that the plan gives the same bits again in another process.
     """
 
     launches: tuple[Launch, ...]
@@ -59,6 +59,7 @@ class Plan:
     layout: Layout = "as captured"
     high_priority: frozenset[int] = frozenset()
     variants: Mapping[str, str] = field(default_factory=dict)
+    kernels: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def streams(self) -> int:
@@ -100,6 +101,7 @@ class Plan:
             "waits": self.waits,
             **({"high_priority": sorted(self.high_priority)} if self.high_priority else {}),
             **({"variants": dict(self.variants)} if self.variants else {}),
+            **({"kernels": dict(self.kernels)} if self.kernels else {}),
             "plan": [_launch_to_dict(launch) for launch in self.launches],
         }
 
@@ -115,12 +117,9 @@ class Plan:
         launches = tuple(_launch_from_dict(entry, i) for i, entry in enumerate(data["plan"]))
         planner = str(data.get("planner", "custom"))
         facts, layout = _facts_from_dict(data), layout_of(data, PlanError)
-        high, variants = _high_priority_from_dict(data), data.get("variants", {})
-        if not isinstance(variants, Mapping) or not all(isinstance(v, str) for v in variants.values()):
-            raise PlanError(
-                f"the plan's field 'variants' is {variants!r}, not names of kernels' versions"
-            )
-        return cls(launches, planner, facts, layout, high, dict(variants))
+        high = _high_priority_from_dict(data)
+        versions = [_names_from_dict(data, field) for field in ("variants", "kernels")]
+        return cls(launches, planner, facts, layout, high, *versions)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
@@ -130,6 +129,13 @@ class Plan:
     def load(cls, path: str | Path) -> Plan:
         """Read a plan that `save` or `torch-nimble plan --save` wrote."""
         return cls.from_dict(read_json(path, PlanError, "plan"))
+
+
+def _names_from_dict(data: Mapping[str, Any], field: str) -> dict[str, str]:
+    names = data.get(field, {})
+    if not isinstance(names, Mapping) or not all(isinstance(name, str) for name in names.values()):
+        raise PlanError(f"the plan's field {field!r} is {names!r}, not names of kernels' versions")
+    return dict(names)
 
 
 def check_stream(task: str, stream: Any) -> None:

@@ -13,7 +13,7 @@ from torch_nimble.capture import Traceable, generators_kept
 from torch_nimble.devices import Device
 from torch_nimble.errors import StateError
 from torch_nimble.execute.autocast import autocast_off
-from torch_nimble.explain import SignatureAccount
+from torch_nimble.explain import KernelAccount, SignatureAccount
 from torch_nimble.flags import profiling
 from torch_nimble.lower.program import InputSlot
 from torch_nimble.options import Options
@@ -172,6 +172,10 @@ class Prepared:
             memory_bytes=self.choice.memory_bytes,
             notes=self.device.notes(),
             tasks_are=self.choice.lowered.tasks_are,
+            kernels=tuple(
+                KernelAccount(one.site, count, one.chosen, one.times_us, one.refused)
+                for one, count in self.choice.lowered.tuned
+            ),
         )
 
 

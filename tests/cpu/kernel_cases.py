@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # where kernels are tried
+from torch_nimble.kernels.operator import launches_of, lay_out, result_of
+from torch_nimble.kernels.sites import BEFORE, Site, Window, configs
+
 Tensor = torch.Tensor
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "": lambda x: x,
@@ -20,6 +20,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "hardswish": F.hardswish,
     "gelu": F.gelu,
+    "sigmoid": torch.sigmoid,
 }
 # Kernel, stride, padding, dilation.
 WINDOWS = [
@@ -34,13 +35,13 @@ WINDOWS = [
     ((3, 3), (2, 1), (0, 1), (1, 1)),
 ]
 # Images, channels, rows, columns; channels made.
-SIZES = [((1, 20, 7, 9), 24), ((2, 33, 6, 5), 17), ((1, 64, 14, 14), 96)]
+SIZES = [((1, 20, 7, 9), 24), ((2, 33, 6, 5), 17), ((1, 64, 14, 14), 96), ((1, 3, 16, 15), 8)]
 Case = tuple[Any, Any, Any]
 
 
 def cases(every: int = 1) -> list[Case]:
     """Windows, sizes and activations, or each so many-th of them."""
-    activations = itertools.cycle(itertools.product(ACTIVATIONS, ACTIVATIONS))
+    activations = itertools.cycle(itertools.product(BEFORE, ACTIVATIONS))
     return [
         (window, size, activation)
         for (window, size), activation in zip(
@@ -49,63 +50,50 @@ def cases(every: int = 1) -> list[Case]:
     ][::every]
 
 
-class Example:
-    """Tensors for one case, and exact results."""
+def check_kernels(case: Case, dtype: torch.dtype, device: str, allowed: float, every: int = 1) -> None:
+    """Both kinds of convolution on one case, in all ways there are or each so many-th of them."""
+    geometry, (size, made), (before, after) = case
+    window, channels = Window(*geometry), size[1]
+    generator = torch.Generator().manual_seed(0)
 
-    def __init__(self, case: Case, dtype: torch.dtype, device: str) -> None:
-        (kernel, stride, padding, dilation), (size, made), (self.before, self.after) = case
-        self.geometry = kernel, stride, padding, dilation
-        generator = torch.Generator().manual_seed(0)
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
 
-        def random(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(device, dtype)
-
-        def image(*shape: int) -> Tensor:
-            return random(*shape).contiguous(memory_format=torch.channels_last)
-
-        self.made = made
-        channels = size[1]
-        self.x = image(*size)
-        self.single, self.single_bias = random(channels, 1, *kernel), random(channels)
-        self.across, self.across_bias = random(made, channels, 1, 1), random(made)
-        self.dense, self.dense_bias = random(made, channels, *kernel), random(made)
-        arguments = (stride, padding, dilation)
-        x = ACTIVATIONS[self.before](self.x.double())
-        alone = F.conv2d(x, self.single.double(), self.single_bias.double(), *arguments, groups=channels)
-        self.depthwise = ACTIVATIONS[self.after](alone)
-        both = F.conv2d(ACTIVATIONS["relu6"](alone), self.across.double(), self.across_bias.double())
-        self.added = image(*both.shape)
-        self.separable = ACTIVATIONS[self.after](both + self.added.double())
-        all_in_one = F.conv2d(x, self.dense.double(), self.dense_bias.double(), *arguments)
-        self.convolution = ACTIVATIONS[self.after](all_in_one + self.added.double())
+    x = random(*size).contiguous(memory_format=torch.channels_last)
+    for is_depthwise in (True, False):
+        outs = channels if is_depthwise else made
+        weight = random(outs, 1 if is_depthwise else channels, *window.kernel)
+        bias, groups = random(outs), channels if is_depthwise else 1
+        geometry_of = (window.stride, window.padding, window.dilation, groups)
+        exact = F.conv2d(ACTIVATIONS[before](x.double()), weight.double(), None, *geometry_of)
+        added = random(*exact.shape).contiguous(memory_format=torch.channels_last)
+        for surrounded in (True, False):
+            ends = {"has_bias": surrounded, "adds": surrounded, "after": after if surrounded else ""}
+            name = str(dtype).removeprefix("torch.")
+            site = Site(size, outs, window, name, is_depthwise, before, **ends)
+            wanted = exact
+            if surrounded:
+                sums = exact + bias.double()[:, None, None] + added.double()
+                wanted = ACTIVATIONS[after](sums)
+            tried = configs(site, "full") + (() if is_depthwise else CUT)
+            for config in tried[:: every if surrounded else len(tried)]:
+                found = run(site, config, x, lay_out(weight, is_depthwise), bias, added)
+                assert_near(found, wanted, allowed)
 
 
-def check_kernels(case: Case, dtype: torch.dtype, device: str, allowed: float) -> None:
-    """All families on one case, each in several configurations."""
-    from kernels import convolution, depthwise, separable
-    from kernels.parts import Window
+CUT = ("convolution/16/32/16/4/3/2", "convolution/32/16/32/4/3/4")
+"""Sums in parts, which are offered only where they are long."""
 
-    example = Example(case, dtype, device)
-    window, x = Window(*example.geometry), example.x
-    how = {"before": example.before, "after": example.after}
-    single = depthwise.lay_out(example.single)
-    for config in depthwise.CONFIGS[::3]:
-        found = depthwise.depthwise(x, single, example.single_bias, window, **how, config=config)
-        assert_near(found, example.depthwise, allowed)
-    matrix = example.across[:, :, 0, 0].t().contiguous()
-    weights = (single, example.single_bias, matrix, example.across_bias)
-    for config in separable.CONFIGS[::3]:
-        more = {**how, "between": "relu6", "added": example.added}
-        found = separable.separable(x, *weights, window, **more, config=config)
-        assert_near(found, example.separable, allowed)
-    dense = convolution.lay_out(example.dense)
-    for config in convolution.CONFIGS[::4]:
-        space = convolution.workspace(x, example.made, window, config)
-        for _ in range(2):  # what it counted is at zero again
-            found = convolution.convolution(
-                x, dense, example.dense_bias, window, space, **how, added=example.added, config=config
-            )
-            assert_near(found, example.convolution, allowed)
+
+def run(site: Site, config: str, x: Tensor, weight: Tensor, bias: Tensor, added: Tensor) -> Tensor:
+    """What the kernels of a config make, in memory that was something else."""
+    result = result_of(x, site).fill_(float("nan"))
+    for launch in launches_of(site, config):
+        several = (launch.parts, result.numel())
+        out = torch.full(several, float("nan"), device=x.device) if launch.parts > 1 else result
+        launch.kernel[launch.grid](x, weight, bias, added, out, **launch.constants)
+        x = out
+    return result
 
 
 def assert_near(found: Tensor, wanted: Tensor, allowed: float) -> None:

@@ -23,6 +23,7 @@ from torch_nimble.devices.base import (
     custom_plan,
 )
 from torch_nimble.devices.layout import faster_layout
+from torch_nimble.devices.tuning import tune
 from torch_nimble.errors import FallbackError, LoweringError, PlanError
 from torch_nimble.execute.check import tf32_tolerance
 from torch_nimble.execute.cuda import Binding, CudaExecutable, free_workspaces
@@ -31,6 +32,7 @@ from torch_nimble.execute.room import Room
 from torch_nimble.execute.timelines import cuda_timeline
 from torch_nimble.explain import Candidate, not_tried
 from torch_nimble.flags import convolutions_may_use_tf32, matmul_may_use_tf32
+from torch_nimble.kernels.sites import LIBRARY, Effort, Tuned
 from torch_nimble.lower import Lowered, inductor
 from torch_nimble.lower import lower as lower_operators
 from torch_nimble.options import Options
@@ -115,17 +117,35 @@ class CudaDevice(Device):
             raise RefusedError(str(reason)) from reason
 
     def _fused(self, captured: Captured, options: Options, notes: list[Candidate]) -> Lowered:
-        """In the layout that is faster; as captured if the model depends on that."""
-        if options.plan is not None:
-            return inductor.lower(captured, options.plan.layout, self.device)
-        layout = faster_layout(captured, self.device)
+        """With the kernels and in the layout that are faster; as captured if the model needs that."""
+        plan = options.plan
+        if plan is not None:
+            return inductor.lower(captured, plan.layout, self.device, plan.kernels)
+        tuned = self._tuned(captured, options.tune, notes)
+        kernels = {one.site: one.chosen for one, _ in tuned if one.chosen != LIBRARY}
+        layout = "channels-last" if kernels else faster_layout(captured, self.device)
         try:
-            return inductor.lower(captured, layout, self.device)
+            lowered = inductor.lower(captured, layout, self.device, kernels)
         except LoweringError as reason:
             if layout == "as captured":
                 raise
             notes.append(not_tried(layout, reason))
-            return inductor.lower(captured, "as captured", self.device)
+            lowered = inductor.lower(captured, "as captured", self.device)
+        return dataclasses.replace(lowered, tuned=tuned)
+
+    def _tuned(
+        self, captured: Captured, effort: Effort, notes: list[Candidate]
+    ) -> tuple[tuple[Tuned, int], ...]:
+        """What was tried for each kind of convolution, and how many there are of it."""
+        if effort == "off" or inductor.unsupported() is not None:
+            return ()
+        try:
+            sites = inductor.find_sites(captured)
+            found = tune(sites, self.device, effort)
+        except (RuntimeError, ValueError, LoweringError) as reason:
+            notes.append(not_tried("kernels of our own", reason))
+            return ()
+        return tuple((found[str(site)], count) for site, count in sites.items())
 
     def entries(self, trial: Trial, options: Options) -> Iterator[Entry]:
         """Serial, lanes and maximum concurrency, the last ones also with priorities."""
@@ -155,7 +175,7 @@ class CudaDevice(Device):
             entry.executable.close()
         lowered = winner.executable.lowered
         variants = {name: k.variant() for name, k in lowered.program.tunables().items()}
-        plan = dataclasses.replace(winner.plan, variants=variants)
+        plan = dataclasses.replace(winner.plan, variants=variants, kernels=lowered.kernels)
         made = CudaExecutable(lowered, plan, self.room, static_outputs=options.static_outputs)
         made.result_strides = strides
         with _refusing_failures(), self.room.lock:  # others must not run while the arena moves

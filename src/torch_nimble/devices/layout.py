@@ -14,17 +14,14 @@ import torch
 from torch import fx
 
 from torch_nimble.capture import Captured
+from torch_nimble.devices.replays import Replayed
 from torch_nimble.execute.measure import alone
-from torch_nimble.execute.streams import Streams, abandon
 from torch_nimble.lower.passes.layout import CONVOLUTIONS
 from torch_nimble.taskgraph import Layout
 
 log = logging.getLogger("torch_nimble")
 
 _REPLAYS = 5
-_NUMBER = -3
-"""Of the stream that this is done on."""
-
 _BACKWARD = torch.ops.aten.convolution_backward.default
 
 Shape = tuple[Any, ...]
@@ -89,30 +86,11 @@ def _seconds(found: Counter[Shape], device: torch.device) -> float:
         (target, [*(random(shape, dtype, layout) for shape in shapes), *rest], count)
         for (target, shapes, dtype, layout, rest), count in found.items()
     ]
-    streams = Streams.of(device)
-    stream = streams.get(_NUMBER)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    graph = torch.cuda.CUDAGraph()
-    with streams.lock, torch.cuda.stream(stream):
-        for target, args, _ in calls:
-            target(*args)
-        stream.synchronize()
-        pool = torch.cuda.graph_pool_handle()
-        graph.capture_begin(pool, capture_error_mode="thread_local")
-        try:
-            for target, args, count in calls:
-                for _ in range(count):
-                    target(*args)
-            graph.capture_end()
-        except RuntimeError:
-            abandon(graph, device, pool)
-            raise
-        times = []
-        for _ in range(_REPLAYS):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            start.record()
-            graph.replay()
-            end.record()
-            stream.synchronize()
-            times.append(start.elapsed_time(end))
-    return float(min(times)) / 1000
+
+    def work() -> None:
+        for target, args, count in calls:
+            for _ in range(count):
+                target(*args)
+
+    replayed = Replayed(work, device)
+    return min(replayed.seconds() for _ in range(_REPLAYS))

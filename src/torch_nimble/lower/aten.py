@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import fx
 from torch_nimble.capture import Captured
 from torch_nimble.capture.failure import origin
 from torch_nimble.errors import LoweringError
+from torch_nimble.kernels.sites import Tuned
 from torch_nimble.lower.constants import FOLD_FREELY_BYTES, refs
 from torch_nimble.lower.observe import (
     Copied,
@@ -48,6 +49,10 @@ class Lowered:
     program: Program
     passes: Mapping[str, int]
     tasks_are: str = "operators"
+    kernels: Mapping[str, str] = field(default_factory=dict)
+    """The configs of kernels of ours that it uses, by site."""
+    tuned: tuple[tuple[Tuned, int], ...] = ()
+    """What was tried for the sites of convolutions, and how many there are of each."""
 
 
 def lower(

@@ -23,7 +23,7 @@ from torch import fx
 
 from torch_nimble.flags import numeric_flags
 
-_KNOWN_OPERATORS = ("aten", "prims")
+_KNOWN_OPERATORS = ("aten", "prims", "torch_nimble")
 
 
 def fingerprint(
@@ -36,7 +36,7 @@ def fingerprint(
         str(graph),
         *(f"{tuple(t.shape)} {t.stride()} {t.dtype} {t.device}" for t in examples),
         json.dumps({name: repr(value) for name, value in settings.items()}, sort_keys=True),
-        *_surroundings(),
+        *surroundings(),
         _own_code(),
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
@@ -75,7 +75,7 @@ def _is_told_by_text(node: fx.Node) -> bool:
     return module == "_operator" or module.startswith("torch_nimble.lower.passes")
 
 
-def _surroundings() -> list[str]:
+def surroundings() -> list[str]:
     """Versions, the device, and the flags of torch that what is compiled depends on."""
     device = []
     if torch.cuda.is_available():

@@ -15,11 +15,14 @@ from __future__ import annotations
 import base64
 import contextlib
 import logging
+import os
 import pickle
 import types
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,11 +33,12 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch_nimble.capture import Captured
 from torch_nimble.capture.failure import origin
 from torch_nimble.errors import LoweringError
+from torch_nimble.kernels.sites import Site
 from torch_nimble.lower.aten import Lowered
 from torch_nimble.lower.constants import Split, split_constants
 from torch_nimble.lower.inductor.following import Wrapper, empty_like, first_line, record
 from torch_nimble.lower.observe import tensors_in
-from torch_nimble.lower.passes import run_passes
+from torch_nimble.lower.passes import run_passes, select
 from torch_nimble.lower.program import InputSlot, Output, Program, Ref
 from torch_nimble.lower.remembered import fingerprint, recall, remember
 from torch_nimble.lower.trace import Recording
@@ -43,9 +47,13 @@ from torch_nimble.taskgraph import BufferKind, Layout, TaskGraph
 __all__ = [
     "KNOWN_VERSIONS",
     "Wrapper",
+    "cache_folder",
     "compile_unscheduled",
     "compile_with",
     "compile_wrapper",
+    "find_sites",
+    "in_workers",
+    "kernel_cache",
     "lower",
     "record",
     "start_workers",
@@ -109,6 +117,41 @@ def start_workers() -> None:
         getattr(async_compile, "maybe_warm_pool", async_compile.AsyncCompile.warm_pool)()
 
 
+def in_workers(function: Callable[..., None], calls: Sequence[tuple[Any, ...]]) -> None:
+    """Call a function in the processes that compile kernels, if there are any; failures are logged."""
+    from torch._inductor import async_compile
+
+    if async_compile.get_compile_threads() <= 1:
+        return
+    pool = async_compile.AsyncCompile.process_pool()
+    futures = [pool.submit(function, *arguments) for arguments in calls]
+    for future, arguments in zip(futures, calls, strict=True):
+        error = future.exception()
+        if error is not None:
+            log.info("a worker could not do %s: %s", arguments, first_line(error))
+
+
+def kernel_cache(device: torch.device) -> Path:
+    """Where Triton keeps compiled kernels, chosen as Inductor would choose it."""
+    from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
+
+    return Path(os.environ.setdefault("TRITON_CACHE_DIR", triton_cache_dir(device.index or 0)))
+
+
+def cachecache_folder() -> Path:
+    """Where what was compiled and measured is remembered."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir()) / "torch_nimble"
+
+
+def cache_folder() -> Path:
+    """Where what was compiled and measured is remembered."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir()) / "torch_nimble"
+
+
 def time_inside(lock: contextlib.AbstractContextManager[None]) -> None:
     """From now on let Inductor take the times of kernels inside of this, which may be entered again."""
     from torch._inductor.runtime.benchmarking import benchmarker
@@ -122,16 +165,39 @@ def time_inside(lock: contextlib.AbstractContextManager[None]) -> None:
     benchmarker.benchmark_gpu = benchmark_gpu  # type: ignore[method-assign]
 
 
-def lower(captured: Captured, layout: Layout, device: torch.device) -> Lowered:
-    """Tasks of a captured graph, fused by Inductor; LoweringError if that cannot be done."""
+def find_sites(captured: Captured) -> Counter[Site]:
+    """Convolutions that kernels of ours could carry out, and how often each is there."""
+    graph, frozen = _copy(captured)
+    run_passes(graph, frozen, "channels-last", fused=True)
+    return Counter(found.site for found in select.find_sites(graph, frozen))
+
+
+def _copy(captured: Captured) -> tuple[fx.Graph, frozenset[str]]:
+    """A graph to rewrite, and the names of its constants."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(captured.graph, {}))
+    return graph, frozenset(captured.constants) - captured.mutated
+
+
+def lower(
+    captured: Captured,
+    layout: Layout,
+    device: torch.device,
+    kernels: Mapping[str, str] = MappingProxyType({}),
+) -> Lowered:
+    """Tasks of a captured graph, fused by Inductor; LoweringError if that cannot be done.
+
+    `kernels` has the config of the kernel of ours to use for each site that is to have one.
+    """
     reason = unsupported()
     if reason is not None:
         raise LoweringError(reason)
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(captured.graph, {}))
-    frozen = frozenset(captured.constants) - captured.mutated
+    graph, frozen = _copy(captured)
     try:
         passes = run_passes(graph, frozen, layout, fused=True)
+        if kernels:
+            passes["use_kernels"] = sum(select.use_kernels(graph, frozen, kernels).values())
+            graph.eliminate_dead_code()
         split = split_constants(captured, graph)
     except (RuntimeError, ValueError) as error:
         raise LoweringError(f"the graph cannot be {layout}: {first_line(error)}") from error
@@ -147,6 +213,7 @@ def lower(captured: Captured, layout: Layout, device: torch.device) -> Lowered:
         _program(captured, split, recording),
         passes,
         tasks_are="fused kernels",
+        kernels=dict(kernels),
     )
 
 
@@ -205,7 +272,7 @@ def compile_wrapper(module: fx.GraphModule, examples: Sequence[torch.Tensor], la
     """Inductor's program for a graph; `examples` are fake tensors."""
     with _settings(module.graph, layout) as settings:
         key = fingerprint(module.graph, examples, settings) if settings else None
-        known = None if key is None else recall(_folder(), key)
+        known = None if key is None else recall(cache_folder(), key)
         if known is not None:
             try:
                 _bring_kernels(known.get("kernels"))
@@ -216,7 +283,7 @@ def compile_wrapper(module: fx.GraphModule, examples: Sequence[torch.Tensor], la
         if key is not None and not compiled.constants:
             path, kernels = _module_of(compiled).__file__, _kernels_of(compiled)
             found = {"key": compiled.cache_key, "path": str(path), "kernels": kernels}
-            remember(_folder(), key, found)
+            remember(cache_folder(), key, found)
         return wrapper_of(compiled)
 
 
@@ -259,12 +326,6 @@ def _compile(module: fx.GraphModule, examples: Sequence[torch.Tensor]) -> Any:
     if len(found) != 1 or not hasattr(found[0], "cache_key"):
         raise LoweringError(f"Inductor made {len(found)} programs of the graph, or one without work")
     return found[0]
-
-
-def _folder() -> Path:
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return Path(cache_dir()) / "torch_nimble"
 
 
 def compile_with(

@@ -1,4 +1,4 @@
-"""Take out checks that preparation has made superfluous, and keep results safe from write-backs."""
+"""Take out what preparation has made superfluous, and keep results safe from write-backs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,20 @@ def drop_checks(graph: fx.Graph, constants: frozenset[str]) -> int:
     dropped = 0
     for node in list(graph.nodes):
         if node.target is _aten._assert_tensor_metadata.default and not node.users:
+            graph.erase_node(node)
+            dropped += 1
+    return dropped
+
+
+def drop_dropout(graph: fx.Graph, constants: frozenset[str]) -> int:
+    """Remove dropout that drops nothing: in place, it would look as if it wrote."""
+    dropped = 0
+    for node in list(graph.nodes):
+        if node.target not in (_aten.dropout.default, _aten.dropout_.default) or node.args[2]:
+            continue
+        source = node.args[0]
+        if isinstance(source, fx.Node) and source.op == "call_function":
+            node.replace_all_uses_with(source)
             graph.erase_node(node)
             dropped += 1
     return dropped

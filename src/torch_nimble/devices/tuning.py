@@ -1,0 +1,233 @@
+"""The fastest kernel for every convolution, found out by running candidates on the device.
+
+Candidates of a site are compiled by several processes at once, checked against float64 on random inputs,
+and timed side by side in interleaved rounds. A sample is one replay of some calls on several sets of
+tensors, one after another: as in a network, a call finds the cache of the device warm and that of its
+processors cold. The library's time has what it needs for a bias, a sum or an activation in it, as one
+kernel more; what comes before a convolution is not held against it. Ours has to win by more than noise.
+
+What was found is kept on disk by device, versions and flags, so that a machine tunes a site once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import torch_nimble.kernels
+from torch_nimble.devices.replays import Replayed
+from torch_nimble.execute.check import TOLERANCE, relative_error, tf32_tolerance
+from torch_nimble.execute.measure import alone
+from torch_nimble.kernels.operator import compile_ahead, convolve, lay_out
+from torch_nimble.kernels.sites import LIBRARY, Effort, Site, Tuned, configs
+from torch_nimble.lower import inductor
+from torch_nimble.lower.remembered import surroundings
+
+log = logging.getLogger("torch_nimble")
+
+_SETS, _CALLS, _ROUNDS = 3, 12, 9
+# The library stays unless ours is faster by more than two medians of the same work differ.
+_CLEARLY = 0.97
+Tensor = torch.Tensor
+_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "": lambda x: x,
+    "relu": F.relu,
+    "relu6": F.relu6,
+    "silu": F.silu,
+    "hardswish": F.hardswish,
+    "gelu": F.gelu,
+    "sigmoid": torch.sigmoid,
+}
+
+
+def tune(sites: Collection[Site], device: torch.device, effort: Effort) -> dict[str, Tuned]:
+    """What is fastest for each site, by its text: what is known of this machine, or else tried now."""
+    path = inductor.cache_folder() / f"kernels-{_machine()}.json"
+    known = _read(path, effort)
+    missing = [site for site in dict.fromkeys(sites) if str(site) not in known]
+    if missing:
+        start = time.perf_counter()
+        found = _try_all(missing, device, effort)
+        log.info(
+            "tried kernels for %d convolutions in %.1f s", len(missing), time.perf_counter() - start
+        )
+        _add(path, effort, found)
+        known |= {tuned.site: tuned for tuned in found}
+    return {str(site): known[str(site)] for site in sites}
+
+
+def _try_all(sites: Iterable[Site], device: torch.device, effort: Effort) -> list[Tuned]:
+    plans = {site: configs(site, effort) for site in sites}
+    major, minor = torch.cuda.get_device_capability(device)
+    cache = str(inductor.kernel_cache(device))
+    inductor.in_workers(
+        compile_ahead,
+        [(site, c, 10 * major + minor, cache) for site, tried in plans.items() for c in tried],
+    )
+    return [_try_one(site, tried, device) for site, tried in plans.items()]
+
+
+def _try_one(site: Site, tried: Collection[str], refused: dict[str, str], device: torch.device) -> Tuned:
+    """Check and time the candidates of a site."""
+    example = _Example(site, device)
+    runs: dict[str, Replayed] = {}
+    for name in (LIBRARY, *tried):
+        run = example.library if name == LIBRARY else example.ours(name)
+        try:
+            reason = "" if name == LIBRARY else example.fault(run)
+            if not reason:
+                runs[name] = Replayed(_several(run), device)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        if reason:
+            log.info("%s by %s: %s", site, name, reason)
+            refused[name] = reason
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    with alone():
+        for _ in range(_ROUNDS):
+            for name, replayed in runs.items():
+                samples[name].append(replayed.seconds() * 1e6 / _CALLS)
+    times = {name: statistics.median(us) for name, us in samples.items()}
+    return Tuned(str(site), chosen_of(times), times, refused)
+
+
+def chosen_of(times_us: Mapping[str, float]) -> str:
+    """The fastest; the library if nothing is clearly faster, the first tried of equals."""
+    best = min(times_us, key=lambda name: times_us[name], default=LIBRARY)
+    limit = _CLEARLY * times_us.get(LIBRARY, float("inf"))
+    return best if times_us.get(best, float("inf")) < limit else LIBRARY
+
+
+def _several(run: Callable[[int], Tensor]) -> Callable[[], None]:
+    def work() -> None:
+        for number in range(_CALLS):
+            run(number % _SETS)
+
+    return work
+
+
+class _Example:
+    """Random tensors for a site, and what to make of them."""
+
+    def __init__(self, site: Site, device: torch.device) -> None:
+        self._site = site
+        generator = torch.Generator(device).manual_seed(0)
+        dtype = getattr(torch, site.dtype)
+        images, channels, height, width = site.image
+        summed = 1 if site.is_depthwise else channels
+        kernel = site.window.kernel
+        scale = (summed * kernel[0] * kernel[1]) ** -0.5
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device=device)
+
+        def image(*shape: int) -> Tensor:
+            return random(*shape).to(dtype, memory_format=torch.channels_last)
+
+        def some() -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+            weight = (random(site.made, summed, *kernel) * scale).to(dtype)
+            bias = random(site.made).to(dtype) if site.has_bias else None
+            size = site.window.size(height, width)
+            added = image(images, site.made, *size) if site.adds else None
+            return image(images, channels, height, width), weight, bias, added
+
+        self._sets = [some() for _ in range(_SETS)]
+        self._laid_out = [lay_out(weight, site.is_depthwise) for _, weight, *_ in self._sets]
+        self._for_library = [w.contiguous(memory_format=torch.channels_last) for _, w, *_ in self._sets]
+
+    def _convolved(self, x: Tensor, weight: Tensor) -> Tensor:
+        site = self._site
+        window = site.window
+        groups = site.image[1] if site.is_depthwise else 1
+        return F.conv2d(x, weight, None, window.stride, window.padding, window.dilation, groups)
+
+    def library(self, number: int) -> Tensor:
+        """What torch would launch."""
+        x, _, bias, added = self._sets[number]
+        made = self._convolved(x, self._for_library[number])
+        if bias is not None:
+            return made.add_(bias[:, None, None])
+        if added is not None:
+            return made.add_(added)
+        return made.relu_() if self._site.after else made
+
+    def ours(self, config: str) -> Callable[[int], Tensor]:
+        """What a kernel of ours makes of a set."""
+        site = self._site
+        window = list(site.window.numbers())
+
+        def run(number: int) -> Tensor:
+            x, _, bias, added = self._sets[number]
+            return convolve(
+                x, self._laid_out[number], bias, added, window, site.before, site.after, config
+            )
+
+        return run
+
+    def fault(self, run: Callable[[int], Tensor]) -> str:
+        """Why a candidate may not win: it is not right on one of the sets."""
+        allowed = self._allowed()
+        for number, (x, weight, bias, added) in enumerate(self._sets):
+            exact = self._convolved(_ACTIVATIONS[self._site.before](x.double()), weight.double())
+            exact += 0 if bias is None else bias.double()[:, None, None]
+            exact += 0 if added is None else added.double()
+            exact = _ACTIVATIONS[self._site.after](exact)
+            error = relative_error(run(number).double(), exact)
+            if not error <= allowed:
+                return f"its results are off by {error:.2g}, and {allowed:.2g} is allowed"
+        return ""
+
+    def _allowed(self) -> float:
+        """A tenth of what a whole network is allowed."""
+        dtype = getattr(torch, self._site.dtype)
+        return (tf32_tolerance(dtype) or TOLERANCE[dtype]) / 10
+
+
+# -------------------------------------------------------------------- on disk
+
+
+def _machine() -> str:
+    """All that a time depends on besides the site."""
+    digest = hashlib.sha256("\n".join(surroundings()).encode())
+    for path in sorted(Path(torch_nimble.kernels.__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _read(path: Path, effort: Effort) -> dict[str, Tuned]:
+    """What is known of sites that were tried with this effort or more; nothing if it cannot be read."""
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        efforts = [effort, *(["full"] if effort == "fast" else [])]
+        return {site: Tuned(**tuned) for name in efforts for site, tuned in kept.get(name, {}).items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _add(path: Path, effort: Effort, found: Iterable[Tuned]) -> None:
+    """Keep that for other processes; not being able to write is no harm."""
+    try:
+        kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        kept = {}
+    kept.setdefault(effort, {}).update({tuned.site: asdict(tuned) for tuned in found})
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(kept, file)
+        os.replace(name, path)
+    except OSError:
+        return

@@ -1,0 +1,176 @@
+"""A dense convolution, 1×1 or larger, as a matrix product that gathers its rows from an image.
+
+Libraries cut such products for large images. For a small one, blocks of 16 or 32 pixels by as many
+channels fill the GPU, and what takes time is the latency of a few loads. Floor: to read the weights once
+(0.1 µs a megabyte of cached ones) and a launch; two to four microseconds where cuDNN takes four to nine.
+
+Two families: `convolution` sums over channels, one place of the window after another. `gathered` sums
+over places and channels together, which is for images of few channels, such as the first of a network.
+
+A long sum over a small image is a long chain of loads in few programs. It can be cut, too: each part is
+summed by programs of its own, and a second kernel adds the parts up in a fixed order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from torch_nimble.kernels.parts import Launch, activate, ceil_div, is_inside, looked_at, pixels
+from torch_nimble.kernels.sites import Site
+
+
+def launches(site: Site, numbers: tuple[int, ...], *, gathered: bool = False) -> tuple[Launch, ...]:
+    """What to launch for a site."""
+    count, made, summed, warps, stages, *cut = numbers
+    parts = cut[0] if cut else 1
+    rows, columns = site.window.size(*site.image[2:])
+    pixels = site.image[0] * rows * columns
+    ends = {
+        "RESULT": (site.image[0], rows, columns, site.made),
+        "HAS_BIAS": site.has_bias,
+        "ADDS": site.adds,
+        "AFTER": site.after,
+    }
+    constants = {
+        **(ends if parts == 1 else {**ends, "HAS_BIAS": False, "ADDS": False, "AFTER": ""}),
+        "IMAGE": site.image,
+        "WINDOW": site.window.numbers(),
+        "IS_POINT": site.window.is_point,
+        "GATHERED": gathered,
+        "BEFORE": site.before,
+        "PRECISION": _precision(site.dtype),
+        "PIXELS": count,
+        "MADE": made,
+        "SUMMED": summed,
+        "PARTS": parts,
+        "num_warps": warps,
+        "num_stages": stages,
+    }
+    grid = ceil_div(pixels, count), ceil_div(site.made, made), parts
+    main = Launch(_convolution, grid, constants, parts)
+    if parts == 1:
+        return (main,)
+    rest = {**ends, "PARTS": parts, "PIXELS": 4, "MADE": 128, "num_warps": 4}
+    return main, Launch(_added_up, (ceil_div(pixels, 4), ceil_div(site.made, 128)), rest)
+
+
+def _precision(dtype: str) -> str:
+    """How to multiply matrices of that dtype; in float32 as torch's flag for convolutions says."""
+    return "tf32" if dtype == "float32" and torch.backends.cudnn.allow_tf32 else "ieee"
+
+
+@triton.jit
+def _convolution(  # type: ignore[no-untyped-def]
+    x,
+    weight,
+    bias,
+    added,
+    out,
+    IMAGE: tl.constexpr,
+    RESULT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    IS_POINT: tl.constexpr,
+    GATHERED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ADDS: tl.constexpr,
+    BEFORE: tl.constexpr,
+    AFTER: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PIXELS: tl.constexpr,
+    MADE: tl.constexpr,
+    SUMMED: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    CHANNELS: tl.constexpr = IMAGE[1]
+    pixel, image, row, column = pixels(tl.program_id(0), PIXELS, RESULT)
+    known = pixel < RESULT[0] * RESULT[1] * RESULT[2]
+    of_result = tl.program_id(1) * MADE + tl.arange(0, MADE)
+    is_made = of_result < RESULT[3]
+    total = tl.zeros((PIXELS, MADE), dtype=tl.float32)
+    if GATHERED:
+        COUNT: tl.constexpr = WINDOW[0] * WINDOW[1] * CHANNELS
+        for first in range(0, COUNT, SUMMED):
+            number = first + tl.arange(0, SUMMED)
+            tap = number // CHANNELS
+            i, j = tap // WINDOW[1], tap % WINDOW[1]
+            down, across = looked_at(row[:, None], column[:, None], i[None, :], j[None, :], WINDOW)
+            mask = known[:, None] & (number < COUNT)[None, :] & is_inside(down, across, IMAGE)
+            place = ((image[:, None] * IMAGE[2] + down) * IMAGE[3] + across) * CHANNELS
+            values = tl.load(x + place + (number % CHANNELS)[None, :], mask=mask, other=0.0)
+            if BEFORE != "":
+                values = activate(values.to(tl.float32), BEFORE).to(x.dtype.element_ty)
+            matrix = tl.load(
+                weight + number[:, None] * RESULT[3] + of_result[None, :],
+                mask=(number < COUNT)[:, None] & is_made[None, :],
+                other=0.0,
+            )
+            total = tl.dot(values, matrix, total, input_precision=PRECISION)
+    else:
+        STEPS: tl.constexpr = (CHANNELS + SUMMED - 1) // SUMMED
+        SHARE: tl.constexpr = (WINDOW[0] * WINDOW[1] * STEPS + PARTS - 1) // PARTS
+        begin = tl.program_id(2) * SHARE
+        for step in range(begin, tl.minimum(begin + SHARE, WINDOW[0] * WINDOW[1] * STEPS)):
+            tap = step // STEPS
+            channel = (step % STEPS) * SUMMED + tl.arange(0, SUMMED)
+            is_there = channel < CHANNELS
+            if IS_POINT:
+                place = pixel * CHANNELS
+                inside = known
+            else:
+                down, across = looked_at(row, column, tap // WINDOW[1], tap % WINDOW[1], WINDOW)
+                place = ((image * IMAGE[2] + down) * IMAGE[3] + across) * CHANNELS
+                inside = known & is_inside(down, across, IMAGE)
+            values = tl.load(
+                x + place[:, None] + channel[None, :],
+                mask=inside[:, None] & is_there[None, :],
+                other=0.0,
+            )
+            if BEFORE != "":
+                values = activate(values.to(tl.float32), BEFORE).to(x.dtype.element_ty)
+            matrix = tl.load(
+                weight + (tap * CHANNELS + channel)[:, None] * RESULT[3] + of_result[None, :],
+                mask=is_there[:, None] & is_made[None, :],
+                other=0.0,
+            )
+            total = tl.dot(values, matrix, total, input_precision=PRECISION)
+    if HAS_BIAS:
+        total += tl.load(bias + of_result, mask=is_made, other=0.0).to(tl.float32)[None, :]
+    mask = known[:, None] & is_made[None, :]
+    place = pixel[:, None] * RESULT[3] + of_result[None, :]
+    if ADDS:
+        total += tl.load(added + place, mask=mask, other=0.0).to(tl.float32)
+    if PARTS > 1:
+        place += tl.program_id(2) * (RESULT[0] * RESULT[1] * RESULT[2] * RESULT[3])
+    tl.store(out + place, activate(total, AFTER).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _added_up(  # type: ignore[no-untyped-def]
+    x,
+    weight,
+    bias,
+    added,
+    out,
+    RESULT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ADDS: tl.constexpr,
+    AFTER: tl.constexpr,
+    PARTS: tl.constexpr,
+    PIXELS: tl.constexpr,
+    MADE: tl.constexpr,
+):
+    COUNT: tl.constexpr = RESULT[0] * RESULT[1] * RESULT[2]
+    pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
+    of_result = tl.program_id(1) * MADE + tl.arange(0, MADE)
+    mask = (pixel < COUNT)[:, None] & (of_result < RESULT[3])[None, :]
+    place = pixel[:, None] * RESULT[3] + of_result[None, :]
+    total = tl.zeros((PIXELS, MADE), dtype=tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(x + part * (COUNT * RESULT[3]) + place, mask=mask, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias + of_result, mask=of_result < RESULT[3], other=0.0).to(tl.float32)[None, :]
+    if ADDS:
+        total += tl.load(added + place, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + place, activate(total, AFTER).to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,74 @@
+"""A convolution of each channel by itself.
+
+Floor: to read the image and write the result once, which for one image of a mobile network is well under
+a microsecond; what is left is the launch and the latency of memory, about two microseconds together.
+Every program takes some pixels and channels and reads through the window once; neighbours find what they
+share in the cache.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from torch_nimble.kernels.parts import Launch, activate, ceil_div, is_inside, looked_at, pixels
+from torch_nimble.kernels.sites import Site
+
+
+def launches(site: Site, numbers: tuple[int, ...]) -> tuple[Launch, ...]:
+    """What to launch for a site."""
+    count, channels, warps = numbers
+    rows, columns = site.window.size(*site.image[2:])
+    grid = ceil_div(site.image[0] * rows * columns, count), ceil_div(site.image[1], channels)
+    constants = {
+        "IMAGE": site.image,
+        "RESULT": (site.image[0], rows, columns),
+        "WINDOW": site.window.numbers(),
+        "HAS_BIAS": site.has_bias,
+        "ADDS": site.adds,
+        "BEFORE": site.before,
+        "AFTER": site.after,
+        "PIXELS": count,
+        "CHANNELS": channels,
+        "num_warps": warps,
+    }
+    return (Launch(_depthwise, grid, constants),)
+
+
+@triton.jit
+def _depthwise(  # type: ignore[no-untyped-def]
+    x,
+    weight,
+    bias,
+    added,
+    out,
+    IMAGE: tl.constexpr,
+    RESULT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ADDS: tl.constexpr,
+    BEFORE: tl.constexpr,
+    AFTER: tl.constexpr,
+    PIXELS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    pixel, image, row, column = pixels(tl.program_id(0), PIXELS, RESULT)
+    known = pixel < RESULT[0] * RESULT[1] * RESULT[2]
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    there = channel < IMAGE[1]
+    total = tl.zeros((PIXELS, CHANNELS), dtype=tl.float32)
+    for i in tl.static_range(WINDOW[0]):
+        for j in tl.static_range(WINDOW[1]):
+            down, across = looked_at(row, column, i, j, WINDOW)
+            mask = (known & is_inside(down, across, IMAGE))[:, None] & there[None, :]
+            place = ((image * IMAGE[2] + down) * IMAGE[3] + across) * IMAGE[1]
+            values = tl.load(x + place[:, None] + channel[None, :], mask=mask, other=0.0)
+            scale = tl.load(weight + (i * WINDOW[1] + j) * IMAGE[1] + channel, mask=there, other=0.0)
+            total += activate(values.to(tl.float32), BEFORE) * scale.to(tl.float32)[None, :]
+    if HAS_BIAS:
+        total += tl.load(bias + channel, mask=there, other=0.0).to(tl.float32)[None, :]
+    mask = known[:, None] & there[None, :]
+    place = pixel[:, None] * IMAGE[1] + channel[None, :]
+    if ADDS:
+        total += tl.load(added + place, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + place, activate(total, AFTER).to(out.dtype.element_ty), mask=mask)

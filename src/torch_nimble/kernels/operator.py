@@ -1,0 +1,135 @@
+"""The operator that stands for our kernels in a graph: `torch_nimble::convolve`.
+
+One for all families: which kernel carries it out is an argument, chosen ahead of time. Its weight is
+laid out by `lay_out`, its image and result are channels-last.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torch_nimble.kernels.sites import Site, Window, numbers_of
+
+if TYPE_CHECKING:
+    from torch_nimble.kernels.parts import Launch
+
+Tensor = torch.Tensor
+_SCHEMA = (
+    "convolve(Tensor x, Tensor weight, Tensor? bias, Tensor? added, int[8] window, "
+    "str before, str after, str config) -> Tensor"
+)
+_library = torch.library.Library("torch_nimble", "DEF")  # type: ignore[no-untyped-call]
+_library.define(_SCHEMA, tags=(torch.Tag.needs_exact_strides,))  # type: ignore[no-untyped-call]
+
+
+def lay_out(weight: Tensor, is_depthwise: bool) -> Tensor:
+    """A convolution's weight as kernels want it: window by channels, or that by channels made."""
+    made, channels, height, width = weight.shape
+    if is_depthwise:
+        return weight.reshape(made, height * width).t().contiguous()
+    return weight.permute(2, 3, 1, 0).reshape(height * width * channels, made).contiguous()
+
+
+def site_of(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    added: Tensor | None,
+    window: Sequence[int],
+    before: str,
+    after: str,
+    config: str,
+) -> Site:
+    """What the operator is asked to compute."""
+    images, channels, height, width = x.shape
+    return Site(
+        image=(images, channels, height, width),
+        made=weight.shape[1],
+        window=Window.from_numbers(tuple(window)),
+        dtype=str(x.dtype).removeprefix("torch."),
+        is_depthwise=config.startswith("depthwise"),
+        before=before,
+        after=after,
+        has_bias=bias is not None,
+        adds=added is not None,
+    )
+
+
+def launches_of(site: Site, config: str) -> tuple[Launch, ...]:
+    """What carries a site out in the way of a config."""
+    from torch_nimble.kernels import convolution, depthwise
+
+    family, numbers = numbers_of(config)
+    if family == "depthwise":
+        return depthwise.launches(site, numbers)
+    return convolution.launches(site, numbers, gathered=family == "gathered")
+
+
+def compile_ahead(site: Site, config: str, capability: int, cache: str) -> None:
+    """Compile kernels into Triton's cache on disk, in a process that has no GPU of its own."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    class NoDriver:
+        def get_current_target(self) -> Any:
+            return GPUTarget("cuda", capability, 32)
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+    dtype = getattr(torch, site.dtype)
+    given = dtype
+    before = os.environ.get("TRITON_CACHE_DIR")
+    os.environ["TRITON_CACHE_DIR"] = cache
+    driver.set_active(NoDriver())
+    try:
+        for launch in launches_of(site, config):
+            made = torch.float32 if launch.parts > 1 else dtype
+            launch.kernel.warmup(given, dtype, dtype, dtype, made, grid=launch.grid, **launch.constants)
+            given = made
+    finally:  # others compile in this process, too
+        driver.set_active(None)
+        os.environ.pop("TRITON_CACHE_DIR")
+        os.environ.update({} if before is None else {"TRITON_CACHE_DIR": before})
+
+
+def result_of(x: Tensor, site: Site) -> Tensor:
+    """Memory for the result."""
+    size = site.window.size(*site.image[2:])
+    return torch.empty(
+        (site.image[0], site.made, *size),
+        dtype=x.dtype,
+        device=x.device,
+        memory_format=torch.channels_last,
+    )
+
+
+def _convolve(
+    x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None, *rest: Any
+) -> Tensor:
+    site = site_of(x, weight, bias, added, *rest)
+    result = result_of(x, site)
+    bias = weight if bias is None else bias  # not looked at then
+    added = result if added is None else added
+    for launch in launches_of(site, rest[-1]):
+        several = (launch.parts, result.numel())
+        out = torch.empty(several, device=x.device) if launch.parts > 1 else result
+        launch.kernel[launch.grid](x, weight, bias, added, out, **launch.constants)
+        x = out
+    return result
+
+
+def _made(x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None, *rest: Any) -> Tensor:
+    return result_of(x, site_of(x, weight, bias, added, *rest))
+
+
+_library.impl("convolve", _convolve, "CUDA")  # type: ignore[no-untyped-call]
+torch.library.register_fake("torch_nimble::convolve", _made, lib=_library)
+convolve: Callable[..., Tensor] = torch.ops.torch_nimble.convolve.default

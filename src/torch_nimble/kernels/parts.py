@@ -1,0 +1,63 @@
+"""What the kernels share: activations, and reading an image through the window of a convolution."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel, its grid and its constants; it takes x, weight, bias, added and out."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    constants: dict[str, Any]
+    parts: int = 1
+    """If more, out is room for as many sums in float32, which the launch after it takes as x."""
+
+
+def ceil_div(a: int, b: int) -> int:
+    """How many pieces of size `b` cover `a`."""
+    return -(-a // b)
+
+
+@triton.jit
+def activate(x, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """An activation of float32 values."""
+    if KIND == "relu":
+        x = tl.maximum(x, 0.0)
+    elif KIND == "relu6":
+        x = tl.minimum(tl.maximum(x, 0.0), 6.0)
+    elif KIND == "silu":
+        x = x * tl.sigmoid(x)
+    elif KIND == "hardswish":
+        x = x * tl.minimum(tl.maximum(x + 3.0, 0.0), 6.0) / 6.0
+    elif KIND == "gelu":
+        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif KIND == "sigmoid":
+        x = tl.sigmoid(x)
+    return x
+
+
+@triton.jit
+def pixels(block, COUNT: tl.constexpr, RESULT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The number, image, row and column of each of a block of a result's pixels."""
+    pixel = block * COUNT + tl.arange(0, COUNT)
+    row = (pixel // RESULT[2]) % RESULT[1]
+    return pixel, pixel // (RESULT[1] * RESULT[2]), row, pixel % RESULT[2]
+
+
+@triton.jit
+def looked_at(row, column, i, j, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The row and column of the image at one place of the window of each of a result's pixels."""
+    return row * WINDOW[2] + i * WINDOW[6] - WINDOW[4], column * WINDOW[3] + j * WINDOW[7] - WINDOW[5]
+
+
+@triton.jit
+def is_inside(row, column, IMAGE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Whether there is such a place in an image."""
+    return (row >= 0) & (row < IMAGE[2]) & (column >= 0) & (column < IMAGE[3])

@@ -1,0 +1,188 @@
+"""Convolutions as kernels see them, and the ways in which kernels can cut the work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Effort = Literal["off", "fast", "full"]
+EFFORTS: tuple[str, ...] = get_args(Effort)
+
+LIBRARY = "library"
+"""The choice to leave a convolution to torch."""
+
+ACTIVATIONS = ("", "relu", "relu6", "silu", "hardswish", "gelu", "sigmoid")
+"""Those that kernels know."""
+BEFORE = ACTIVATIONS[:-1]
+"""Those that may come before a convolution: they are zero at zero, as the padding of images is."""
+
+DTYPES = ("float16", "bfloat16", "float32")
+_SMALLEST_SUM = 16
+"""What a matrix unit sums at least at a time."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """What a convolution looks at, rows before columns."""
+
+    kernel: tuple[int, int]
+    stride: tuple[int, int] = (1, 1)
+    padding: tuple[int, int] = (0, 0)
+    dilation: tuple[int, int] = (1, 1)
+
+    def size(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of the result."""
+        rows, columns = (
+            (side + 2 * pad - dilation * (kernel - 1) - 1) // stride + 1
+            for side, kernel, stride, pad, dilation in zip(
+                (height, width), self.kernel, self.stride, self.padding, self.dilation, strict=True
+            )
+        )
+        return rows, columns
+
+    def numbers(self) -> tuple[int, ...]:
+        """In the order in which `from_numbers` and kernels take them."""
+        return (*self.kernel, *self.stride, *self.padding, *self.dilation)
+
+    @classmethod
+    def from_numbers(cls, numbers: tuple[int, ...]) -> Window:
+        """The window of `numbers()`."""
+        a, b, c, d, e, f, g, h = numbers
+        return cls((a, b), (c, d), (e, f), (g, h))
+
+    @property
+    def is_point(self) -> bool:
+        """Whether each pixel of the result comes from the one at its place."""
+        return self.numbers() == (1, 1, 1, 1, 0, 0, 1, 1)
+
+
+@dataclass(frozen=True)
+class Site:
+    """A convolution of images with what surrounds it, as far as its time depends on that."""
+
+    image: tuple[int, int, int, int]
+    """Images, channels, rows, columns."""
+    made: int
+    """Channels of the result."""
+    window: Window
+    dtype: str
+    is_depthwise: bool = False
+    """Each channel by itself; otherwise every channel of the result sums over all of the image."""
+    before: str = ""
+    after: str = ""
+    has_bias: bool = False
+    adds: bool = False
+    """Whether another tensor is added to the result, before the activation."""
+
+    def __str__(self) -> str:
+        """A name for people and files; equal for equal sites only."""
+        window = self.window
+        words = [
+            "×".join(map(str, self.image)),
+            self.dtype,
+            "depthwise" if self.is_depthwise else f"to {self.made}",
+            "×".join(map(str, window.kernel)),
+        ]
+        usual = Window(window.kernel)
+        words += [
+            f"{name} {'×'.join(map(str, getattr(window, name)))}"
+            for name in ("stride", "padding", "dilation")
+            if getattr(window, name) != getattr(usual, name)
+        ]
+        words += [f"{self.before} before"] if self.before else []
+        words += [name for name in ("bias" * self.has_bias, "sum" * self.adds, self.after) if name]
+        return " ".join(words)
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What was tried for a site, and what won."""
+
+    site: str
+    chosen: str
+    times_us: Mapping[str, float]
+    """Of one call of each that was right, the library's included."""
+    refused: Mapping[str, str]
+    """Why the others were not compared."""
+
+
+def configs(site: Site, effort: Effort) -> tuple[str, ...]:
+    """Ways to cut the work of a site that are worth trying, the likeliest first."""
+    if effort == "off" or site.dtype not in DTYPES:
+        return ()
+    found = dict.fromkeys(_depthwise(site) if site.is_depthwise else _dense(site))
+    return tuple(found)[: 3 if effort == "fast" else None]
+
+
+def numbers_of(config: str) -> tuple[str, tuple[int, ...]]:
+    """The family and the numbers of a config."""
+    family, *numbers = config.split("/")
+    return family, tuple(map(int, numbers))
+
+
+def _depthwise(site: Site) -> Iterator[str]:
+    """Pixels, channels, warps."""
+    whole = _power(site.image[1])
+    tile = min(64, whole)
+    rows, columns = site.window.size(*site.image[2:])
+    is_large = rows * columns * site.image[0] > 40 * 40
+    first = [(32, min(32, tile), 4), (8, tile, 4)] if is_large else [(8, tile, 4), (4, tile, 2)]
+    rest = [
+        (16, tile, 4),
+        (8, min(32, tile), 1),
+        (16, min(32, tile), 2),
+        (4, min(128, whole), 4),
+        (8, min(128, whole), 8),
+        (32, min(32, tile), 4),
+        (8, tile, 2),
+    ]
+    for pixels, channels, warps in (*first, *rest):
+        yield f"depthwise/{pixels}/{channels}/{warps}"
+
+
+def _dense(site: Site) -> Iterator[str]:
+    """Pixels, channels made, how many are summed at a time, warps, stages of loads, parts of the sum."""
+    rows, columns = site.window.size(*site.image[2:])
+    pixels = rows * columns * site.image[0]
+    taps = site.window.kernel[0] * site.window.kernel[1]
+    if site.image[1] < 2 * _SMALLEST_SUM:
+        summed = min(64, max(_SMALLEST_SUM, _power(taps * site.image[1])))
+        made = min(64, max(16, _power(site.made)))
+        for numbers in ((64, made, 4), (32, made, 4), (128, made, 4), (128, made, 8), (64, 16, 4)):
+            yield "gathered/" + "/".join(map(str, (*numbers[:2], summed, numbers[2], 3, 1)))
+        if site.image[1] < _SMALLEST_SUM:
+            return
+    summed = 128 if site.image[1] >= 256 else 64 if site.image[1] > 32 else 32
+    wide = 64 if site.made >= 192 else 32
+    stages = 4 if taps * site.image[1] > 4 * summed else 3
+    if pixels <= 14 * 14:
+        first = [(16, 32, summed), (16, wide, summed), (32, 32, summed)]
+    elif pixels <= 28 * 28:
+        first = [(16, 32, summed), (32, wide, summed), (64, 32, summed)]
+    else:
+        first = [(64, wide, min(64, summed)), (32, 32, summed), (64, 32, min(64, summed))]
+    rest = [
+        (16, 16, summed),
+        (16, 64, 64),
+        (32, 64, 64),
+        (64, 64, 64),
+        (32, 32, 64),
+        (64, 64, 32),
+        (128, 64, 32),
+        (16, 32, 256),
+    ]
+    whole = [(*numbers, 1) for numbers in (*first, *rest)]
+    cuts = [parts for parts in (4, 8) if taps * site.image[1] >= 256 * parts and pixels <= 28 * 28]
+    cut = [
+        (*numbers, parts) for parts in cuts for numbers in ((32, 64, 64), (64, 64, 64), (16, 64, 128))
+    ]
+    ordered = [*whole[:1], *cut[:2], *whole[1:], *cut[2:]]
+    for a, b, c, parts in ordered:
+        if c <= max(_SMALLEST_SUM, _power(site.image[1])):
+            yield f"convolution/{a}/{b}/{c}/{8 if a * b >= 128 * 64 else 4}/{stages}/{parts}"
+
+
+def _power(number: int) -> int:
+    """The smallest power of two that is not less."""
+    return 1 << (number - 1).bit_length()

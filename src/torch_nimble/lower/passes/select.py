@@ -1,0 +1,261 @@
+"""Convolutions whose time depends on the kernel, and the kernel that was chosen for each.
+
+`find_sites` looks for convolutions of images with constant weights, with what can be part of their
+kernel: an activation before, a tensor to add and an activation after. `use_kernels` puts our operator
+where a kernel of ours was chosen. What is tried, and what wins, is not decided here.
+
+Graphs need not be functional: a value is read at another time than before only if nobody writes it in
+between. A tensor is added inside of a kernel only if the convolution depends on it anyway. Otherwise
+that would make one of two branches wait for the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from torch_nimble.kernels.operator import convolve, lay_out
+from torch_nimble.kernels.sites import BEFORE, DTYPES, LIBRARY, Site, Window
+from torch_nimble.lower.passes.layout import channels_last
+
+_aten = torch.ops.aten
+_CONVOLUTIONS = frozenset([_aten.conv2d.default, _aten.convolution.default])
+_ACTIVATIONS = {
+    _aten.relu.default: "relu",
+    _aten.relu_.default: "relu",
+    _aten.relu6.default: "relu6",
+    _aten.relu6_.default: "relu6",
+    _aten.silu.default: "silu",
+    _aten.silu_.default: "silu",
+    _aten.hardswish.default: "hardswish",
+    _aten.hardswish_.default: "hardswish",
+    _aten.sigmoid.default: "sigmoid",
+    _aten.sigmoid_.default: "sigmoid",
+}
+_CLAMPS = frozenset([_aten.hardtanh.default, _aten.hardtanh_.default])
+_SUMS = frozenset([_aten.add.Tensor, _aten.add_.Tensor])
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """A convolution in a graph, and what can be part of its kernel."""
+
+    site: Site
+    nodes: tuple[fx.Node, ...]
+    """From the convolution to the one whose value the kernel gives; each is used by the next alone."""
+    x: fx.Node
+    added: fx.Node | None
+
+
+def find_sites(graph: fx.Graph, constants: frozenset[str]) -> list[Found]:
+    """All convolutions that kernels of ours could carry out."""
+    search = _Search(graph, constants)
+    return [found for node in graph.nodes if (found := search.at(node)) is not None]
+
+
+def use_kernels(graph: fx.Graph, constants: frozenset[str], chosen: Mapping[str, str]) -> dict[str, int]:
+    """Put our operator where a config was chosen for a site, by its text; how often for each."""
+    counts: dict[str, int] = {}
+    instead: dict[fx.Node, fx.Node] = {}
+    for found in find_sites(graph, constants):
+        site = str(found.site)
+        if chosen.get(site, LIBRARY) != LIBRARY:
+            instead[found.nodes[-1]] = _replace(graph, found, chosen[site], instead)
+            counts[site] = counts.get(site, 0) + 1
+    return counts
+
+
+def _replace(graph: fx.Graph, found: Found, config: str, instead: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """Our operator instead of what was found; `instead` has those that others were replaced by."""
+    node, site = found.nodes[0], found.site
+    bias = node.args[2] if len(node.args) > 2 else None
+
+    def laid_out(image: fx.Node | None) -> fx.Node | None:
+        if image is None:
+            return None
+        image = instead.get(image, image)
+        made = graph.call_function(channels_last, (image,))
+        made.meta = dict(image.meta)
+        return made
+
+    with graph.inserting_before(node):
+        weight = graph.call_function(lay_out, (node.args[1], site.is_depthwise))
+        images = laid_out(found.x), laid_out(found.added)
+        window = list(site.window.numbers())
+        made = graph.call_function(
+            convolve, (images[0], weight, bias, images[1], window, site.before, site.after, config)
+        )
+    made.meta = {**node.meta, "val": found.nodes[-1].meta["val"]}
+    found.nodes[-1].replace_all_uses_with(made)
+    for part in reversed(found.nodes):
+        graph.erase_node(part)
+    return made
+
+
+class _Search:
+    """What is known of a graph while sites are looked for."""
+
+    def __init__(self, graph: fx.Graph, constants: frozenset[str]) -> None:
+        self._position = {node: i for i, node in enumerate(graph.nodes)}
+        self._taken: set[fx.Node] = set()  # parts of sites that were found
+        self._constant: set[fx.Node] = set()
+        for node in graph.nodes:
+            inputs = node.all_input_nodes
+            made = node.op == "call_function" and inputs and self._constant.issuperset(inputs)
+            if node.name in constants or made:
+                self._constant.add(node)
+
+    def at(self, node: fx.Node) -> Found | None:
+        """The site of a convolution; None for any other node, and for one that no kernel knows."""
+        site = self._convolution(node)
+        if site is None:
+            return None
+        x, before = self._before(node)
+        nodes, added = [node], None
+        user = _only_user(node)
+        if user is not None and user.target in _SUMS:
+            added = self._added(user, node)
+            nodes += [user] if added is not None else []
+        user = _only_user(nodes[-1])
+        after = "" if user is None else _activation(user)
+        nodes += [user] if user is not None and after else []
+        self._taken.update(nodes)
+        whole = replace(site, before=before, after=after, adds=added is not None)
+        return Found(whole, tuple(nodes), x, added)
+
+    def _convolution(self, node: fx.Node) -> Site | None:
+        """The site of a convolution alone."""
+        if node.target not in _CONVOLUTIONS or any(isinstance(a, str) for a in node.args):
+            return None
+        x, weight, bias, stride, padding, dilation, groups = _arguments(node)
+        if not isinstance(x, fx.Node) or not self._constant.issuperset({weight, bias} - {None}):
+            return None
+        image, result = x.meta["val"], node.meta["val"]
+        size = _shape(weight)
+        if image.dim() != 4 or size is None or 0 in (*image.shape, *result.shape):
+            return None
+        is_depthwise = groups == image.shape[1] == size[0] and size[1] == 1 < groups
+        dtype = str(image.dtype).removeprefix("torch.")
+        if not (is_depthwise or groups == 1) or dtype not in DTYPES or result.dtype != image.dtype:
+            return None
+        window = Window((size[2], size[3]), _pair(stride), _pair(padding), _pair(dilation))
+        images, channels, height, width = image.shape
+        return Site(
+            image=(images, channels, height, width),
+            made=size[0],
+            window=window,
+            dtype=dtype,
+            is_depthwise=is_depthwise,
+            has_bias=bias is not None,
+        )
+
+    def _before(self, node: fx.Node) -> tuple[fx.Node, str]:
+        """What a convolution's kernel can read, and the activation that it applies to it."""
+        x = node.args[0]
+        assert isinstance(x, fx.Node)
+        kind = _activation(x)
+        source = x.args[0] if kind else None
+        if kind not in BEFORE or not isinstance(source, fx.Node) or _is_mutable(x) or x in self._taken:
+            return x, ""
+        return (x, "") if self._is_written(source, x, node) else (source, kind)
+
+    def _added(self, sum_: fx.Node, node: fx.Node) -> fx.Node | None:
+        """What is added to a convolution, if its kernel can do that."""
+        if sum_.kwargs or len(sum_.args) != 2:  # a factor
+            return None
+        first, second = sum_.args
+        if sum_.target is _aten.add_.Tensor and first is not node:
+            return None
+        other = second if first is node else first
+        if not isinstance(other, fx.Node) or other is node:
+            return None
+        value, wanted = other.meta.get("val"), node.meta["val"]
+        if not isinstance(value, torch.Tensor):
+            return None
+        if (value.shape, value.dtype) != (wanted.shape, wanted.dtype):
+            return None
+        if not _depends(node, other) or self._is_written(other, node, sum_):
+            return None
+        return other
+
+    def _is_written(self, node: fx.Node, after: fx.Node, before: fx.Node) -> bool:
+        """Whether anybody writes memory that a value may lie in, between two nodes."""
+        root = node
+        while _aliases(root) and root.args and isinstance(root.args[0], fx.Node):
+            root = root.args[0]
+        seen, todo = {root}, [root]
+        span = range(self._position[after] + 1, self._position[before])
+        while todo:
+            for user in todo.pop().users:
+                if _is_mutable(user) and self._position[user] in span:
+                    return True
+                if _aliases(user) and user not in seen:
+                    seen.add(user)
+                    todo.append(user)
+        return False
+
+
+def _arguments(node: fx.Node) -> tuple[Any, ...]:
+    """Image, weight, bias, stride, padding, dilation, groups."""
+    given = list(node.args)
+    usual = [None, None, None, [1, 1], [0, 0], [1, 1]]
+    if node.target is _aten.convolution.default:
+        is_transposed, _, groups = given[6:]
+        return (*given[:6], 0 if is_transposed else groups)
+    given += usual[len(given) :] if len(given) < len(usual) else []
+    return (*given[:6], given[6] if len(given) > 6 else 1)
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    first, *second = value if isinstance(value, list | tuple) else [value]
+    return first, second[0] if second else first
+
+
+def _shape(weight: Any) -> tuple[int, ...] | None:
+    """The shape of a constant, also of one that a pass makes of another of the same shape."""
+    while isinstance(weight, fx.Node):
+        if "val" in weight.meta:
+            return tuple(weight.meta["val"].shape)
+        weight = weight.args[0] if weight.args else None
+    return None
+
+
+def _activation(node: fx.Node) -> str:
+    """The name of an activation that kernels know; nothing for other nodes."""
+    if node.target in _CLAMPS and tuple(node.args[1:]) == (0.0, 6.0):
+        return "relu6"
+    if node.target is _aten.gelu.default and not node.kwargs and len(node.args) == 1:
+        return "gelu"
+    return _ACTIVATIONS.get(node.target, "")  # type: ignore[call-overload, no-any-return]
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _depends(node: fx.Node, other: fx.Node) -> bool:
+    """Whether a node is computed from another."""
+    seen, todo = {node}, [node]
+    while todo:
+        for source in todo.pop().all_input_nodes:
+            if source is other:
+                return True
+            if source not in seen:
+                seen.add(source)
+                todo.append(source)
+    return False
+
+
+def _is_mutable(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
+def _aliases(node: fx.Node) -> bool:
+    """Whether a node's value may lie in memory of what it is given."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(result.alias_info for result in schema.returns)
