@@ -79,9 +79,9 @@ def _try_all(sites: Iterable[Site], device: torch.device, effort: Effort) -> lis
     return [_try_one(site, tried, device) for site, tried in plans.items()]
 
 
-def _try_one(site: Site, tried: Collection[str], refused: dict[str, str], device: torch.device) -> Tuned:
+def _try_one(site: Site, tried: Collection[str], device: torch.device) -> Tuned:
     """Check and time the candidates of a site."""
-    example = _Example(site, device)
+    example, refused = _Example(site, device), dict[str, str]()
     runs: dict[str, Replayed] = {}
     for name in (LIBRARY, *tried):
         run = example.library if name == LIBRARY else example.ours(name)
