@@ -80,7 +80,7 @@ class SignatureAccount:
 
 @dataclass(frozen=True)
 class KernelAccount:
-    """Convolutions of one kind: what was tried for them, and what won."""
+    """Layers of one kind: what was tried for them, and what won."""
 
     site: str
     count: int
@@ -201,7 +201,7 @@ def _signature_lines(account: SignatureAccount) -> list[str]:
         own = sum(kernel.count for kernel in account.kernels if kernel.chosen != LIBRARY)
         saved = sum(kernel.saved_us for kernel in account.kernels)
         lines.append(
-            f"convolutions: {own} of {sum(k.count for k in account.kernels)} by kernels of our own, "
+            f"layers: {own} of {sum(k.count for k in account.kernels)} by kernels of our own, "
             f"which take {_time(saved)} less than the library's by themselves"
         )
     if account.training:

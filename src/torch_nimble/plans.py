@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_nimble.errors import PlanError
-from torch_nimble.taskgraph import Layout, check_cost, check_format, layout_of, read_json
+from torch_nimble.taskgraph import Layout, check_cost, check_format, layout_of, names_of, read_json
 
 FORMAT = "torch-nimble/plan/1"
 
@@ -118,7 +118,7 @@ class Plan:
         planner = str(data.get("planner", "custom"))
         facts, layout = _facts_from_dict(data), layout_of(data, PlanError)
         high = _high_priority_from_dict(data)
-        versions = [_names_from_dict(data, field) for field in ("variants", "kernels")]
+        versions = [names_of(data, name, PlanError) for name in ("variants", "kernels")]
         return cls(launches, planner, facts, layout, high, *versions)
 
     def save(self, path: str | Path) -> None:
@@ -129,13 +129,6 @@ class Plan:
     def load(cls, path: str | Path) -> Plan:
         """Read a plan that `save` or `torch-nimble plan --save` wrote."""
         return cls.from_dict(read_json(path, PlanError, "plan"))
-
-
-def _names_from_dict(data: Mapping[str, Any], field: str) -> dict[str, str]:
-    names = data.get(field, {})
-    if not isinstance(names, Mapping) or not all(isinstance(name, str) for name in names.values()):
-        raise PlanError(f"the plan's field {field!r} is {names!r}, not names of kernels' versions")
-    return dict(names)
 
 
 def check_stream(task: str, stream: Any) -> None:

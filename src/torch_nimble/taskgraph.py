@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
 from pathlib import Path
@@ -59,12 +59,17 @@ class Task:
 
 @dataclass(frozen=True)
 class TaskGraph:
-    """Tasks in topological order and the edges between them, as pairs of positions."""
+    """Tasks in topological order and the edges between them, as pairs of positions.
+
+    `layout` and `kernels` say which of several lowerings of a network it is: in which memory layout, and
+    with which kernels of ours for which convolutions.
+    """
 
     tasks: tuple[Task, ...]
     edges: tuple[tuple[int, int], ...]
     buffers: tuple[Buffer, ...] = ()
     layout: Layout = "as captured"
+    kernels: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @classmethod
     def from_conflicts(
@@ -72,6 +77,7 @@ class TaskGraph:
         tasks: Iterable[Task],
         buffers: Iterable[Buffer] = (),
         layout: Layout = "as captured",
+        kernels: Mapping[str, str] | None = None,
     ) -> TaskGraph:
         """The graph of tasks given in program order, its edges derived from memory conflicts.
 
@@ -81,7 +87,7 @@ class TaskGraph:
         tasks, buffers = tuple(tasks), tuple(buffers)
         _check_tasks(tasks)
         _check_buffers(tasks, buffers)
-        return cls(tasks, tuple(sorted(_conflicts(tasks))), buffers, layout)
+        return cls(tasks, tuple(sorted(_conflicts(tasks))), buffers, layout, dict(kernels or {}))
 
     @classmethod
     def from_edges(
@@ -90,6 +96,7 @@ class TaskGraph:
         edges: Iterable[tuple[str, str]],
         buffers: Iterable[Buffer] = (),
         layout: Layout = "as captured",
+        kernels: Mapping[str, str] | None = None,
     ) -> TaskGraph:
         """The graph of named edges, its tasks put into a topological order (stable where it can be).
 
@@ -116,6 +123,7 @@ class TaskGraph:
             tuple(sorted((rank[u], rank[v]) for u, v in pairs)),
             buffers,
             layout,
+            dict(kernels or {}),
         )
 
     @cached_property
@@ -161,6 +169,7 @@ class TaskGraph:
         return {
             "format": FORMAT,
             "layout": self.layout,
+            **({"kernels": dict(self.kernels)} if self.kernels else {}),
             "tasks": [_task_to_dict(task) for task in self.tasks],
             "edges": [[self.tasks[u].name, self.tasks[v].name] for u, v in self.edges],
             "buffers": [_buffer_to_dict(buffer) for buffer in self.buffers],
@@ -178,7 +187,8 @@ class TaskGraph:
         tasks = [_task_from_dict(entry, i) for i, entry in enumerate(_list(data, "tasks"))]
         edges = [_edge(entry) for entry in _list(data, "edges")]
         buffers = [_buffer_from_dict(entry) for entry in _list(data, "buffers", needed=False)]
-        return cls.from_edges(tasks, edges, buffers, layout_of(data, GraphError))
+        layout, kernels = layout_of(data, GraphError), names_of(data, "kernels", GraphError)
+        return cls.from_edges(tasks, edges, buffers, layout, kernels)
 
     def save(self, path: str | Path) -> None:
         """Write the graph, with costs where they are known, as JSON."""
@@ -233,6 +243,14 @@ def layout_of(data: Mapping[str, Any], error: type[Exception]) -> Layout:
         allowed = ", ".join(map(repr, get_args(Layout)))
         raise error(f"the field 'layout' is {layout!r}; it must be one of {allowed}")
     return layout
+
+
+def names_of(data: Mapping[str, Any], name: str, error: type[Exception]) -> dict[str, str]:
+    """The names of kernels' versions that a field of a JSON object has; it may be missing."""
+    names = data.get(name, {})
+    if not isinstance(names, Mapping) or not all(isinstance(value, str) for value in names.values()):
+        raise error(f"the field {name!r} is {names!r}, not names of kernels' versions")
+    return dict(names)
 
 
 def check_cost(task: str, cost: Any, error: type[Exception]) -> None:
@@ -343,10 +361,10 @@ def _task_to_dict(task: Task) -> dict[str, Any]:
         entry["kind"] = task.kind
     if task.origin:
         entry["origin"] = task.origin
-    for field in ("reads", "writes"):
-        regions: tuple[Region, ...] = getattr(task, field)
+    for name in ("reads", "writes"):
+        regions: tuple[Region, ...] = getattr(task, name)
         if regions:
-            entry[field] = [_region_to_dict(region) for region in regions]
+            entry[name] = [_region_to_dict(region) for region in regions]
     return entry
 
 

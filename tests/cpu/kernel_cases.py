@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from torch_nimble.kernels.operator import launches_of, lay_out, result_of
-from torch_nimble.kernels.sites import BEFORE, Site, Window, configs
+from torch_nimble.kernels.operator import launches_of, lay_out, result_of, rounds
+from torch_nimble.kernels.sites import BEFORE, Kind, Site, Window, configs
 
 Tensor = torch.Tensor
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -35,7 +35,14 @@ WINDOWS = [
     ((3, 3), (2, 1), (0, 1), (1, 1)),
 ]
 # Images, channels, rows, columns; channels made.
-SIZES = [((1, 20, 7, 9), 24), ((2, 33, 6, 5), 17), ((1, 64, 14, 14), 96), ((1, 3, 16, 15), 8)]
+SIZES = [
+    ((1, 20, 7, 9), 24),
+    ((2, 33, 6, 5), 17),
+    ((1, 64, 14, 14), 96),
+    ((1, 3, 16, 15), 8),
+    ((2, 70, 1, 1), 40),
+    ((9, 40, 1, 1), 33),
+]
 Case = tuple[Any, Any, Any]
 
 
@@ -47,6 +54,7 @@ def cases(every: int = 1) -> list[Case]:
         for (window, size), activation in zip(
             itertools.product(WINDOWS, SIZES), activations, strict=False
         )
+        if min(Window(*window).size(*size[0][2:])) > 0
     ][::every]
 
 
@@ -60,7 +68,9 @@ def check_kernels(case: Case, dtype: torch.dtype, device: str, allowed: float, e
         return torch.randn(shape, generator=generator).to(device, dtype)
 
     x = random(*size).contiguous(memory_format=torch.channels_last)
-    for is_depthwise in (True, False):
+    kinds: tuple[Kind, ...] = ("depthwise", "dense", "linear")
+    for kind in kinds[: 3 if size[2:] == (1, 1) and window.is_point else 2]:
+        is_depthwise = kind == "depthwise"
         outs = channels if is_depthwise else made
         weight = random(outs, 1 if is_depthwise else channels, *window.kernel)
         bias, groups = random(outs), channels if is_depthwise else 1
@@ -70,14 +80,14 @@ def check_kernels(case: Case, dtype: torch.dtype, device: str, allowed: float, e
         for surrounded in (True, False):
             ends = {"has_bias": surrounded, "adds": surrounded, "after": after if surrounded else ""}
             name = str(dtype).removeprefix("torch.")
-            site = Site(size, outs, window, name, is_depthwise, before, **ends)
+            site = Site(size, outs, window, name, kind, before, **ends)
             wanted = exact
             if surrounded:
                 sums = exact + bias.double()[:, None, None] + added.double()
                 wanted = ACTIVATIONS[after](sums)
-            tried = configs(site, "full") + (() if is_depthwise else CUT)
+            tried = configs(site, "full") + (CUT if kind == "dense" else ())
             for config in tried[:: every if surrounded else len(tried)]:
-                found = run(site, config, x, lay_out(weight, is_depthwise), bias, added)
+                found = run(site, config, x, lay_out(weight, kind, rounds(kind, dtype)), bias, added)
                 assert_near(found, wanted, allowed)
 
 

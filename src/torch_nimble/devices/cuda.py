@@ -32,7 +32,7 @@ from torch_nimble.execute.room import Room
 from torch_nimble.execute.timelines import cuda_timeline
 from torch_nimble.explain import Candidate, not_tried
 from torch_nimble.flags import convolutions_may_use_tf32, matmul_may_use_tf32
-from torch_nimble.kernels.sites import LIBRARY, Effort, Tuned
+from torch_nimble.kernels.sites import LIBRARY, Effort, Site, Tuned
 from torch_nimble.lower import Lowered, inductor
 from torch_nimble.lower import lower as lower_operators
 from torch_nimble.options import Options
@@ -121,9 +121,10 @@ class CudaDevice(Device):
         plan = options.plan
         if plan is not None:
             return inductor.lower(captured, plan.layout, self.device, plan.kernels)
-        tuned = self._tuned(captured, options.tune, notes)
-        kernels = {one.site: one.chosen for one, _ in tuned if one.chosen != LIBRARY}
-        layout = "channels-last" if kernels else faster_layout(captured, self.device)
+        sites, found = self._tuned(captured, options.tune, notes)
+        kernels = {name: one.chosen for name, one in found.items() if one.chosen != LIBRARY}
+        convolves = any(str(site) in kernels for site in sites if site.kind != "linear")
+        layout = "channels-last" if convolves else faster_layout(captured, self.device)
         try:
             lowered = inductor.lower(captured, layout, self.device, kernels)
         except LoweringError as reason:
@@ -131,21 +132,21 @@ class CudaDevice(Device):
                 raise
             notes.append(not_tried(layout, reason))
             lowered = inductor.lower(captured, "as captured", self.device)
+        tuned = tuple((found[str(site)], count) for site, count in sites.items())
         return dataclasses.replace(lowered, tuned=tuned)
 
     def _tuned(
         self, captured: Captured, effort: Effort, notes: list[Candidate]
-    ) -> tuple[tuple[Tuned, int], ...]:
-        """What was tried for each kind of convolution, and how many there are of it."""
+    ) -> tuple[Mapping[Site, int], Mapping[str, Tuned]]:
+        """How many layers of each kind there are, and what was tried for them."""
         if effort == "off" or inductor.unsupported() is not None:
-            return ()
+            return {}, {}
         try:
             sites = inductor.find_sites(captured)
-            found = tune(sites, self.device, effort)
+            return sites, tune(sites, self.device, effort)
         except (RuntimeError, ValueError, LoweringError) as reason:
             notes.append(not_tried("kernels of our own", reason))
-            return ()
-        return tuple((found[str(site)], count) for site, count in sites.items())
+            return {}, {}
 
     def entries(self, trial: Trial, options: Options) -> Iterator[Entry]:
         """Serial, lanes and maximum concurrency, the last ones also with priorities."""
@@ -175,7 +176,7 @@ class CudaDevice(Device):
             entry.executable.close()
         lowered = winner.executable.lowered
         variants = {name: k.variant() for name, k in lowered.program.tunables().items()}
-        plan = dataclasses.replace(winner.plan, variants=variants, kernels=lowered.kernels)
+        plan = dataclasses.replace(winner.plan, variants=variants)
         made = CudaExecutable(lowered, plan, self.room, static_outputs=options.static_outputs)
         made.result_strides = strides
         with _refusing_failures(), self.room.lock:  # others must not run while the arena moves

@@ -1,4 +1,4 @@
-"""The fastest kernel for every convolution, found out by running candidates on the device.
+"""The fastest kernel for every convolution and small linear layer, found out by running candidates.
 
 Candidates of a site are compiled by several processes at once, checked against float64 on random inputs,
 and timed side by side in interleaved rounds. A sample is one replay of some calls on several sets of
@@ -30,7 +30,7 @@ import torch_nimble.kernels
 from torch_nimble.devices.replays import Replayed
 from torch_nimble.execute.check import TOLERANCE, relative_error, tf32_tolerance
 from torch_nimble.execute.measure import alone
-from torch_nimble.kernels.operator import compile_ahead, convolve, lay_out
+from torch_nimble.kernels.operator import compile_ahead, convolve, lay_out, rounds
 from torch_nimble.kernels.sites import LIBRARY, Effort, Site, Tuned, configs
 from torch_nimble.lower import inductor
 from torch_nimble.lower.remembered import surroundings
@@ -126,7 +126,7 @@ class _Example:
         generator = torch.Generator(device).manual_seed(0)
         dtype = getattr(torch, site.dtype)
         images, channels, height, width = site.image
-        summed = 1 if site.is_depthwise else channels
+        summed = 1 if site.kind == "depthwise" else channels
         kernel = site.window.kernel
         scale = (summed * kernel[0] * kernel[1]) ** -0.5
 
@@ -144,18 +144,22 @@ class _Example:
             return image(images, channels, height, width), weight, bias, added
 
         self._sets = [some() for _ in range(_SETS)]
-        self._laid_out = [lay_out(weight, site.is_depthwise) for _, weight, *_ in self._sets]
+        rounded = rounds(site.kind, dtype)
+        self._laid_out = [lay_out(weight, site.kind, rounded) for _, weight, *_ in self._sets]
         self._for_library = [w.contiguous(memory_format=torch.channels_last) for _, w, *_ in self._sets]
 
     def _convolved(self, x: Tensor, weight: Tensor) -> Tensor:
         site = self._site
         window = site.window
-        groups = site.image[1] if site.is_depthwise else 1
+        groups = site.image[1] if site.kind == "depthwise" else 1
         return F.conv2d(x, weight, None, window.stride, window.padding, window.dilation, groups)
 
     def library(self, number: int) -> Tensor:
         """What torch would launch."""
-        x, _, bias, added = self._sets[number]
+        x, weight, bias, added = self._sets[number]
+        if self._site.kind == "linear":
+            made = F.linear(x.flatten(1), weight.flatten(1), bias)
+            return made.relu_() if self._site.after or added is not None else made
         made = self._convolved(x, self._for_library[number])
         if bias is not None:
             return made.add_(bias[:, None, None])

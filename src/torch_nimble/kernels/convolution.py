@@ -4,8 +4,13 @@ Libraries cut such products for large images. For a small one, blocks of 16 or 3
 channels fill the GPU, and what takes time is the latency of a few loads. Floor: to read the weights once
 (0.1 µs a megabyte of cached ones) and a launch; two to four microseconds where cuDNN takes four to nine.
 
-Two families: `convolution` sums over channels, one place of the window after another. `gathered` sums
-over places and channels together, which is for images of few channels, such as the first of a network.
+Families: `convolution` sums over channels, one place of the window after another. `gathered` sums over
+places and channels together, which is for images of few channels, such as the first of a network.
+`linear` is `convolution` for a linear layer, under torch's flag for matrix products.
+
+Products of float32 may be rounded to TF32, as torch's flag says. Matrix units cut what they are given
+off instead, which is off by twice as much and always to one side: so images are rounded in the kernel,
+and weights when they are laid out.
 
 A long sum over a small image is a long chain of loads in few programs. It can be cut, too: each part is
 summed by programs of its own, and a second kernel adds the parts up in a fixed order.
@@ -13,15 +18,15 @@ summed by programs of its own, and a second kernel adds the parts up in a fixed 
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
+from torch_nimble.flags import convolutions_may_use_tf32, matmul_may_use_tf32
 from torch_nimble.kernels.parts import Launch, activate, ceil_div, is_inside, looked_at, pixels
 from torch_nimble.kernels.sites import Site
 
 
-def launches(site: Site, numbers: tuple[int, ...], *, gathered: bool = False) -> tuple[Launch, ...]:
+def launches(site: Site, numbers: tuple[int, ...], family: str) -> tuple[Launch, ...]:
     """What to launch for a site."""
     count, made, summed, warps, stages, *cut = numbers
     parts = cut[0] if cut else 1
@@ -38,9 +43,9 @@ def launches(site: Site, numbers: tuple[int, ...], *, gathered: bool = False) ->
         "IMAGE": site.image,
         "WINDOW": site.window.numbers(),
         "IS_POINT": site.window.is_point,
-        "GATHERED": gathered,
+        "GATHERED": family == "gathered",
         "BEFORE": site.before,
-        "PRECISION": _precision(site.dtype),
+        "PRECISION": _precision(site.dtype, family),
         "PIXELS": count,
         "MADE": made,
         "SUMMED": summed,
@@ -56,9 +61,22 @@ def launches(site: Site, numbers: tuple[int, ...], *, gathered: bool = False) ->
     return main, Launch(_added_up, (ceil_div(pixels, 4), ceil_div(site.made, 128)), rest)
 
 
-def _precision(dtype: str) -> str:
-    """How to multiply matrices of that dtype; in float32 as torch's flag for convolutions says."""
-    return "tf32" if dtype == "float32" and torch.backends.cudnn.allow_tf32 else "ieee"
+def _precision(dtype: str, family: str) -> str:
+    """How to multiply matrices of that dtype."""
+    may_round = matmul_may_use_tf32() if family == "linear" else convolutions_may_use_tf32()
+    return "tf32" if dtype == "float32" and may_round else "ieee"
+
+
+@triton.jit
+def _operand(values, BEFORE: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Values of an image as they are multiplied."""
+    if BEFORE != "":
+        values = activate(values.to(tl.float32), BEFORE).to(values.dtype)
+    if PRECISION == "tf32":
+        values = tl.inline_asm_elementwise(
+            "cvt.rna.tf32.f32 $0, $1;", "=r,r", [values], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return values
 
 
 @triton.jit
@@ -99,8 +117,7 @@ def _convolution(  # type: ignore[no-untyped-def]
             mask = known[:, None] & (number < COUNT)[None, :] & is_inside(down, across, IMAGE)
             place = ((image[:, None] * IMAGE[2] + down) * IMAGE[3] + across) * CHANNELS
             values = tl.load(x + place + (number % CHANNELS)[None, :], mask=mask, other=0.0)
-            if BEFORE != "":
-                values = activate(values.to(tl.float32), BEFORE).to(x.dtype.element_ty)
+            values = _operand(values, BEFORE, PRECISION)
             matrix = tl.load(
                 weight + number[:, None] * RESULT[3] + of_result[None, :],
                 mask=(number < COUNT)[:, None] & is_made[None, :],
@@ -127,8 +144,7 @@ def _convolution(  # type: ignore[no-untyped-def]
                 mask=inside[:, None] & is_there[None, :],
                 other=0.0,
             )
-            if BEFORE != "":
-                values = activate(values.to(tl.float32), BEFORE).to(x.dtype.element_ty)
+            values = _operand(values, BEFORE, PRECISION)
             matrix = tl.load(
                 weight + (tap * CHANNELS + channel)[:, None] * RESULT[3] + of_result[None, :],
                 mask=is_there[:, None] & is_made[None, :],

@@ -57,14 +57,13 @@ def _depthwise(  # type: ignore[no-untyped-def]
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     there = channel < IMAGE[1]
     total = tl.zeros((PIXELS, CHANNELS), dtype=tl.float32)
-    for i in tl.static_range(WINDOW[0]):
-        for j in tl.static_range(WINDOW[1]):
-            down, across = looked_at(row, column, i, j, WINDOW)
-            mask = (known & is_inside(down, across, IMAGE))[:, None] & there[None, :]
-            place = ((image * IMAGE[2] + down) * IMAGE[3] + across) * IMAGE[1]
-            values = tl.load(x + place[:, None] + channel[None, :], mask=mask, other=0.0)
-            scale = tl.load(weight + (i * WINDOW[1] + j) * IMAGE[1] + channel, mask=there, other=0.0)
-            total += activate(values.to(tl.float32), BEFORE) * scale.to(tl.float32)[None, :]
+    for tap in tl.static_range(WINDOW[0] * WINDOW[1]):
+        down, across = looked_at(row, column, tap // WINDOW[1], tap % WINDOW[1], WINDOW)
+        mask = (known & is_inside(down, across, IMAGE))[:, None] & there[None, :]
+        place = ((image * IMAGE[2] + down) * IMAGE[3] + across) * IMAGE[1]
+        values = tl.load(x + place[:, None] + channel[None, :], mask=mask, other=0.0)
+        scale = tl.load(weight + tap * IMAGE[1] + channel, mask=there, other=0.0)
+        total += activate(values.to(tl.float32), BEFORE) * scale.to(tl.float32)[None, :]
     if HAS_BIAS:
         total += tl.load(bias + channel, mask=there, other=0.0).to(tl.float32)[None, :]
     mask = known[:, None] & there[None, :]

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torch_nimble.kernels.sites import Site, Window, numbers_of
+from torch_nimble.flags import convolutions_may_use_tf32, matmul_may_use_tf32
+from torch_nimble.kernels.sites import Kind, Site, Window, numbers_of
 
 if TYPE_CHECKING:
     from torch_nimble.kernels.parts import Launch
@@ -26,12 +27,28 @@ _library = torch.library.Library("torch_nimble", "DEF")  # type: ignore[no-untyp
 _library.define(_SCHEMA, tags=(torch.Tag.needs_exact_strides,))  # type: ignore[no-untyped-call]
 
 
-def lay_out(weight: Tensor, is_depthwise: bool) -> Tensor:
-    """A convolution's weight as kernels want it: window by channels, or that by channels made."""
-    made, channels, height, width = weight.shape
-    if is_depthwise:
-        return weight.reshape(made, height * width).t().contiguous()
-    return weight.permute(2, 3, 1, 0).reshape(height * width * channels, made).contiguous()
+def lay_out(weight: Tensor, kind: Kind, to_tf32: bool = False) -> Tensor:
+    """A weight as kernels want it: window by channels, or window and channels by channels made."""
+    made, channels = weight.shape[:2]
+    if kind == "depthwise":
+        return weight.reshape(made, -1).t().contiguous()
+    places = weight.reshape(made, channels, -1).permute(2, 1, 0)
+    laid_out = places.reshape(-1, made).contiguous()
+    return _rounded_to_tf32(laid_out) if to_tf32 else laid_out
+
+
+def rounds(kind: Kind, dtype: torch.dtype) -> bool:
+    """Whether the products of such a layer are those of numbers rounded to TF32."""
+    if kind == "depthwise" or dtype != torch.float32:
+        return False
+    return matmul_may_use_tf32() if kind == "linear" else convolutions_may_use_tf32()
+
+
+def _rounded_to_tf32(tensor: Tensor) -> Tensor:
+    """To the nearest number of ten bits after the first."""
+    bits = tensor.view(torch.int32)
+    nearest = ((bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF).view(torch.float32)
+    return torch.where(torch.isfinite(tensor), nearest, tensor)
 
 
 def site_of(
@@ -51,7 +68,7 @@ def site_of(
         made=weight.shape[1],
         window=Window.from_numbers(tuple(window)),
         dtype=str(x.dtype).removeprefix("torch."),
-        is_depthwise=config.startswith("depthwise"),
+        kind="depthwise" if config.startswith("depthwise") else "dense",
         before=before,
         after=after,
         has_bias=bias is not None,
@@ -61,12 +78,14 @@ def site_of(
 
 def launches_of(site: Site, config: str) -> tuple[Launch, ...]:
     """What carries a site out in the way of a config."""
-    from torch_nimble.kernels import convolution, depthwise
+    from torch_nimble.kernels import convolution, depthwise, vector
 
     family, numbers = numbers_of(config)
     if family == "depthwise":
         return depthwise.launches(site, numbers)
-    return convolution.launches(site, numbers, gathered=family == "gathered")
+    if family == "vector":
+        return vector.launches(site, numbers)
+    return convolution.launches(site, numbers, family)
 
 
 def compile_ahead(site: Site, config: str, capability: int, cache: str) -> None:

@@ -1,4 +1,4 @@
-"""Convolutions as kernels see them, and the ways in which kernels can cut the work."""
+"""Convolutions and linear layers as kernels see them, and the ways in which kernels can cut the work."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+Kind = Literal["dense", "depthwise", "linear"]
+"""Every channel of the result from all of the image's; each from one; a linear layer, whose rows are
+images of one pixel."""
 Effort = Literal["off", "fast", "full"]
 EFFORTS: tuple[str, ...] = get_args(Effort)
 
@@ -18,6 +21,7 @@ BEFORE = ACTIVATIONS[:-1]
 """Those that may come before a convolution: they are zero at zero, as the padding of images is."""
 
 DTYPES = ("float16", "bfloat16", "float32")
+_FEW_PIXELS = 4
 _SMALLEST_SUM = 16
 """What a matrix unit sums at least at a time."""
 
@@ -59,7 +63,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Site:
-    """A convolution of images with what surrounds it, as far as its time depends on that."""
+    """A layer with what surrounds it, as far as its time depends on that."""
 
     image: tuple[int, int, int, int]
     """Images, channels, rows, columns."""
@@ -67,8 +71,7 @@ class Site:
     """Channels of the result."""
     window: Window
     dtype: str
-    is_depthwise: bool = False
-    """Each channel by itself; otherwise every channel of the result sums over all of the image."""
+    kind: Kind = "dense"
     before: str = ""
     after: str = ""
     has_bias: bool = False
@@ -78,11 +81,12 @@ class Site:
     def __str__(self) -> str:
         """A name for people and files; equal for equal sites only."""
         window = self.window
+        image = self.image[:2] if self.kind == "linear" else self.image
         words = [
-            "×".join(map(str, self.image)),
+            "×".join(map(str, image)),
             self.dtype,
-            "depthwise" if self.is_depthwise else f"to {self.made}",
-            "×".join(map(str, window.kernel)),
+            "depthwise" if self.kind == "depthwise" else f"to {self.made}",
+            "linear" if self.kind == "linear" else "×".join(map(str, window.kernel)),
         ]
         usual = Window(window.kernel)
         words += [
@@ -111,7 +115,7 @@ def configs(site: Site, effort: Effort) -> tuple[str, ...]:
     """Ways to cut the work of a site that are worth trying, the likeliest first."""
     if effort == "off" or site.dtype not in DTYPES:
         return ()
-    found = dict.fromkeys(_depthwise(site) if site.is_depthwise else _dense(site))
+    found = dict.fromkeys(_depthwise(site) if site.kind == "depthwise" else _dense(site))
     return tuple(found)[: 3 if effort == "fast" else None]
 
 
@@ -146,6 +150,17 @@ def _dense(site: Site) -> Iterator[str]:
     rows, columns = site.window.size(*site.image[2:])
     pixels = rows * columns * site.image[0]
     taps = site.window.kernel[0] * site.window.kernel[1]
+    if pixels <= _FEW_PIXELS and site.window.is_point:
+        most = _power(site.image[1])
+        for numbers in (
+            (8, 1024, 4),
+            (16, 512, 4),
+            (8, 2048, 8),
+            (4, 1024, 4),
+            (32, 256, 4),
+            (16, 1024, 8),
+        ):
+            yield f"vector/{numbers[0]}/{min(most, numbers[1])}/{numbers[2]}"
     if site.image[1] < 2 * _SMALLEST_SUM:
         summed = min(64, max(_SMALLEST_SUM, _power(taps * site.image[1])))
         made = min(64, max(16, _power(site.made)))
@@ -172,6 +187,7 @@ def _dense(site: Site) -> Iterator[str]:
         (128, 64, 32),
         (16, 32, 256),
     ]
+    family = "linear" if site.kind == "linear" else "convolution"
     whole = [(*numbers, 1) for numbers in (*first, *rest)]
     cuts = [parts for parts in (4, 8) if taps * site.image[1] >= 256 * parts and pixels <= 28 * 28]
     cut = [
@@ -180,7 +196,7 @@ def _dense(site: Site) -> Iterator[str]:
     ordered = [*whole[:1], *cut[:2], *whole[1:], *cut[2:]]
     for a, b, c, parts in ordered:
         if c <= max(_SMALLEST_SUM, _power(site.image[1])):
-            yield f"convolution/{a}/{b}/{c}/{8 if a * b >= 128 * 64 else 4}/{stages}/{parts}"
+            yield f"{family}/{a}/{b}/{c}/{8 if a * b >= 128 * 64 else 4}/{stages}/{parts}"
 
 
 def _power(number: int) -> int:

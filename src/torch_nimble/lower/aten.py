@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,8 +49,6 @@ class Lowered:
     program: Program
     passes: Mapping[str, int]
     tasks_are: str = "operators"
-    kernels: Mapping[str, str] = field(default_factory=dict)
-    """The configs of kernels of ours that it uses, by site."""
     tuned: tuple[tuple[Tuned, int], ...] = ()
     """What was tried for the sites of convolutions, and how many there are of each."""
 

@@ -142,4 +142,5 @@ def _plan(
         )
         for i in order
     )
-    return Plan(launches, planner, (analysis or analyse(graph)).facts, graph.layout)
+    facts = (analysis or analyse(graph)).facts
+    return Plan(launches, planner, facts, graph.layout, kernels=graph.kernels)

@@ -166,7 +166,7 @@ def time_inside(lock: contextlib.AbstractContextManager[None]) -> None:
 
 
 def find_sites(captured: Captured) -> Counter[Site]:
-    """Convolutions that kernels of ours could carry out, and how often each is there."""
+    """Layers that kernels of ours could carry out, and how often each is there."""
     graph, frozen = _copy(captured)
     run_passes(graph, frozen, "channels-last", fused=True)
     return Counter(found.site for found in select.find_sites(graph, frozen))
@@ -209,11 +209,10 @@ def lower(
     recording = record(wrapper, split.given, kinds, device, lines)
     _refuse_strange_writes(recording, set(split.given) - captured.mutated)
     return Lowered(
-        TaskGraph.from_conflicts(recording.tasks, recording.buffers, layout),
+        TaskGraph.from_conflicts(recording.tasks, recording.buffers, layout, kernels),
         _program(captured, split, recording),
         passes,
         tasks_are="fused kernels",
-        kernels=dict(kernels),
     )
 
 

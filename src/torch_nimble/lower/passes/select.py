@@ -1,8 +1,9 @@
-"""Convolutions whose time depends on the kernel, and the kernel that was chosen for each.
+"""Layers whose time depends on the kernel, and the kernel that was chosen for each.
 
-`find_sites` looks for convolutions of images with constant weights, with what can be part of their
-kernel: an activation before, a tensor to add and an activation after. `use_kernels` puts our operator
-where a kernel of ours was chosen. What is tried, and what wins, is not decided here.
+`find_sites` looks for convolutions of images and for linear layers of few rows, with constant weights,
+and for what can be part of their kernel: an activation before, a tensor to add, an activation after.
+`use_kernels` puts our operator where a kernel of ours was chosen. What is tried, and what wins, is not
+decided here.
 
 Graphs need not be functional: a value is read at another time than before only if nobody writes it in
 between. A tensor is added inside of a kernel only if the convolution depends on it anyway. Otherwise
@@ -11,6 +12,7 @@ that would make one of two branches wait for the other.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,9 +20,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from torch_nimble.kernels.operator import convolve, lay_out
+from torch_nimble.kernels.operator import convolve, lay_out, rounds
 from torch_nimble.kernels.sites import BEFORE, DTYPES, LIBRARY, Site, Window
-from torch_nimble.lower.passes.layout import channels_last
+from torch_nimble.lower.passes.layout import channels_last, reshape
 
 _aten = torch.ops.aten
 _CONVOLUTIONS = frozenset([_aten.conv2d.default, _aten.convolution.default])
@@ -37,22 +39,24 @@ _ACTIVATIONS = {
     _aten.sigmoid_.default: "sigmoid",
 }
 _CLAMPS = frozenset([_aten.hardtanh.default, _aten.hardtanh_.default])
+_MOST_ROWS = 512
+"""Of a linear layer: libraries know how to multiply large matrices."""
 _SUMS = frozenset([_aten.add.Tensor, _aten.add_.Tensor])
 
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """A convolution in a graph, and what can be part of its kernel."""
+    """A layer in a graph, and what can be part of its kernel."""
 
     site: Site
     nodes: tuple[fx.Node, ...]
-    """From the convolution to the one whose value the kernel gives; each is used by the next alone."""
+    """From the layer to the one whose value the kernel gives; each is used by the next alone."""
     x: fx.Node
     added: fx.Node | None
 
 
 def find_sites(graph: fx.Graph, constants: frozenset[str]) -> list[Found]:
-    """All convolutions that kernels of ours could carry out."""
+    """All layers that kernels of ours could carry out."""
     search = _Search(graph, constants)
     return [found for node in graph.nodes if (found := search.at(node)) is not None]
 
@@ -74,22 +78,30 @@ def _replace(graph: fx.Graph, found: Found, config: str, instead: Mapping[fx.Nod
     node, site = found.nodes[0], found.site
     bias = node.args[2] if len(node.args) > 2 else None
 
+    is_linear = site.kind == "linear"
+    value = found.nodes[-1].meta["val"]
+
     def laid_out(image: fx.Node | None) -> fx.Node | None:
         if image is None:
             return None
         image = instead.get(image, image)
-        made = graph.call_function(channels_last, (image,))
-        made.meta = dict(image.meta)
-        return made
+        if is_linear:
+            rows, width = site.image[0], image.meta["val"].shape[-1]
+            image = graph.call_function(reshape, (image, (rows, width, 1, 1)))
+        return graph.call_function(channels_last, (image,))
 
     with graph.inserting_before(node):
-        weight = graph.call_function(lay_out, (node.args[1], site.is_depthwise))
+        rounded = rounds(site.kind, value.dtype)
+        weight = graph.call_function(lay_out, (node.args[1], site.kind, rounded))
         images = laid_out(found.x), laid_out(found.added)
         window = list(site.window.numbers())
         made = graph.call_function(
             convolve, (images[0], weight, bias, images[1], window, site.before, site.after, config)
         )
-    made.meta = {**node.meta, "val": found.nodes[-1].meta["val"]}
+        made.meta = {**node.meta, "val": value}
+        if is_linear:
+            made = graph.call_function(reshape, (made, tuple(value.shape)))
+            made.meta = {**node.meta, "val": value}
     found.nodes[-1].replace_all_uses_with(made)
     for part in reversed(found.nodes):
         graph.erase_node(part)
@@ -110,8 +122,8 @@ class _Search:
                 self._constant.add(node)
 
     def at(self, node: fx.Node) -> Found | None:
-        """The site of a convolution; None for any other node, and for one that no kernel knows."""
-        site = self._convolution(node)
+        """The site of a layer; None for any other node, and for one that no kernel knows."""
+        site = self._linear(node) if node.target is _aten.linear.default else self._convolution(node)
         if site is None:
             return None
         x, before = self._before(node)
@@ -149,9 +161,25 @@ class _Search:
             made=size[0],
             window=window,
             dtype=dtype,
-            is_depthwise=is_depthwise,
+            kind="depthwise" if is_depthwise else "dense",
             has_bias=bias is not None,
         )
+
+    def _linear(self, node: fx.Node) -> Site | None:
+        """The site of a linear layer alone."""
+        x, weight, *bias = node.args
+        if not isinstance(x, fx.Node) or not self._constant.issuperset({weight, *bias} - {None}):
+            return None
+        value, size = x.meta["val"], _shape(weight)
+        rows = math.prod(value.shape[:-1])
+        dtype = str(value.dtype).removeprefix("torch.")
+        if size is None or dtype not in DTYPES or node.meta["val"].dtype != value.dtype:
+            return None
+        if len(size) != 2 or value.dim() < 2 or not 0 < rows <= _MOST_ROWS or 0 in size:
+            return None
+        has_bias = bias not in ([], [None])
+        image = (rows, size[1], 1, 1)
+        return Site(image, size[0], Window((1, 1)), dtype, "linear", has_bias=has_bias)
 
     def _before(self, node: fx.Node) -> tuple[fx.Node, str]:
         """What a convolution's kernel can read, and the activation that it applies to it."""
