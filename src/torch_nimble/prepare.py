@@ -99,8 +99,10 @@ def _prepare(
     with stages("capture"):
         captured = device.capture(adapter, tensors)
     notes: list[Candidate] = []
+    with stages("choose kernels"):
+        tuned = device.choose_kernels(captured, options, notes)
     with stages("lower"):
-        lowerings = device.lowerings(adapter, tensors, captured, options, notes)
+        lowerings = device.lowerings(adapter, tensors, captured, options, notes, tuned)
     with stages("fold constants"):
         roundings = roundings_of(captured, device)
         trials = [Trial(adapter, lowered, tensors, folded, roundings) for lowered in lowerings]

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from torch_nimble.kernels.operator import launches_of, lay_out, result_of, rounds
-from torch_nimble.kernels.sites import BEFORE, Kind, Site, Window, configs
+from torch_nimble.kernels.operator import launches_of, lay_out, result_of
+from torch_nimble.kernels.sites import BEFORE, Kind, Site, Way, Window, configs
 
 Tensor = torch.Tensor
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -58,8 +58,10 @@ def cases(every: int = 1) -> list[Case]:
     ][::every]
 
 
-def check_kernels(case: Case, dtype: torch.dtype, device: str, allowed: float, every: int = 1) -> None:
-    """Both kinds of convolution on one case, in all ways there are or each so many-th of them."""
+def check_kernels(
+    case: Case, dtype: torch.dtype, device: str, allowed: float, every: int = 1, tf32: bool = False
+) -> None:
+    """All kinds of convolution on one case, in all ways there are or each so many-th of them."""
     geometry, (size, made), (before, after) = case
     window, channels = Window(*geometry), size[1]
     generator = torch.Generator().manual_seed(0)
@@ -85,9 +87,10 @@ def check_kernels(case: Case, dtype: torch.dtype, device: str, allowed: float, e
             if surrounded:
                 sums = exact + bias.double()[:, None, None] + added.double()
                 wanted = ACTIVATIONS[after](sums)
-            tried = configs(site, "full") + (CUT if kind == "dense" else ())
+            tried = configs(site, "full", tf32) + (CUT if kind == "dense" else ())
             for config in tried[:: every if surrounded else len(tried)]:
-                found = run(site, config, x, lay_out(weight, kind, rounds(kind, dtype)), bias, added)
+                rounded = Way.parse(config).precision == "tf32"
+                found = run(site, config, x, lay_out(weight, kind, rounded), bias, added)
                 assert_near(found, wanted, allowed)
 
 

@@ -23,7 +23,7 @@ from torch_nimble.devices.base import (
     custom_plan,
 )
 from torch_nimble.devices.layout import faster_layout
-from torch_nimble.devices.tuning import tune
+from torch_nimble.devices.tuning import check_precision, tune
 from torch_nimble.errors import FallbackError, LoweringError, PlanError
 from torch_nimble.execute.check import tf32_tolerance
 from torch_nimble.execute.cuda import Binding, CudaExecutable, free_workspaces
@@ -32,7 +32,7 @@ from torch_nimble.execute.room import Room
 from torch_nimble.execute.timelines import cuda_timeline
 from torch_nimble.explain import Candidate, not_tried
 from torch_nimble.flags import convolutions_may_use_tf32, matmul_may_use_tf32
-from torch_nimble.kernels.sites import LIBRARY, Effort, Site, Tuned
+from torch_nimble.kernels.sites import LIBRARY, Tuned
 from torch_nimble.lower import Lowered, inductor
 from torch_nimble.lower import lower as lower_operators
 from torch_nimble.options import Options
@@ -93,6 +93,20 @@ class CudaDevice(Device):
         inductor.start_workers()
         return adapter.capture(tensors, functional=inductor.unsupported() is not None)
 
+    def choose_kernels(
+        self, captured: Captured, options: Options, notes: list[Candidate]
+    ) -> tuple[tuple[Tuned, int], ...]:
+        """The library's or one of ours for each kind of layer, by what is faster here."""
+        if options.tune == "off" or options.plan is not None or inductor.unsupported() is not None:
+            return ()
+        try:
+            sites = inductor.find_sites(captured)
+            found = tune(sites, self.device, options.tune)
+        except (RuntimeError, ValueError) as reason:
+            notes.append(not_tried("kernels of our own", reason))
+            return ()
+        return tuple((found[str(site)], count) for site, count in sites.items())
+
     def lowerings(
         self,
         adapter: Traceable,
@@ -100,10 +114,12 @@ class CudaDevice(Device):
         captured: Captured,
         options: Options,
         notes: list[Candidate],
+        tuned: tuple[tuple[Tuned, int], ...] = (),
     ) -> list[Lowered]:
         """Fused kernels; operators one by one if that fails, which notes say."""
         try:
-            return [self._fused(captured, options, notes)]
+            fused = self._fused(captured, options, notes, tuned)
+            return [dataclasses.replace(fused, tuned=tuned)]
         except LoweringError as reason:
             if options.strict:
                 raise FallbackError(
@@ -116,37 +132,28 @@ class CudaDevice(Device):
         except LoweringError as reason:
             raise RefusedError(str(reason)) from reason
 
-    def _fused(self, captured: Captured, options: Options, notes: list[Candidate]) -> Lowered:
+    def _fused(
+        self,
+        captured: Captured,
+        options: Options,
+        notes: list[Candidate],
+        tuned: tuple[tuple[Tuned, int], ...],
+    ) -> Lowered:
         """With the kernels and in the layout that are faster; as captured if the model needs that."""
         plan = options.plan
         if plan is not None:
+            check_precision(plan.kernels)
             return inductor.lower(captured, plan.layout, self.device, plan.kernels)
-        sites, found = self._tuned(captured, options.tune, notes)
-        kernels = {name: one.chosen for name, one in found.items() if one.chosen != LIBRARY}
-        convolves = any(str(site) in kernels for site in sites if site.kind != "linear")
+        kernels = {one.site: one.chosen for one, _ in tuned if one.chosen != LIBRARY}
+        convolves = any(one.site in kernels and one.kind != "linear" for one, _ in tuned)
         layout = "channels-last" if convolves else faster_layout(captured, self.device)
         try:
-            lowered = inductor.lower(captured, layout, self.device, kernels)
+            return inductor.lower(captured, layout, self.device, kernels)
         except LoweringError as reason:
             if layout == "as captured":
                 raise
             notes.append(not_tried(layout, reason))
-            lowered = inductor.lower(captured, "as captured", self.device)
-        tuned = tuple((found[str(site)], count) for site, count in sites.items())
-        return dataclasses.replace(lowered, tuned=tuned)
-
-    def _tuned(
-        self, captured: Captured, effort: Effort, notes: list[Candidate]
-    ) -> tuple[Mapping[Site, int], Mapping[str, Tuned]]:
-        """How many layers of each kind there are, and what was tried for them."""
-        if effort == "off" or inductor.unsupported() is not None:
-            return {}, {}
-        try:
-            sites = inductor.find_sites(captured)
-            return sites, tune(sites, self.device, effort)
-        except (RuntimeError, ValueError, LoweringError) as reason:
-            notes.append(not_tried("kernels of our own", reason))
-            return {}, {}
+            return inductor.lower(captured, "as captured", self.device)
 
     def entries(self, trial: Trial, options: Options) -> Iterator[Entry]:
         """Serial, lanes and maximum concurrency, the last ones also with priorities."""

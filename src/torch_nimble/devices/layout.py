@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from torch_nimble.capture import Captured
-from torch_nimble.devices.replays import Replayed
+from torch_nimble.devices.replays import Replays
 from torch_nimble.execute.measure import alone
 from torch_nimble.lower.passes.layout import CONVOLUTIONS
 from torch_nimble.taskgraph import Layout
@@ -92,5 +92,5 @@ def _seconds(found: Counter[Shape], device: torch.device) -> float:
             for _ in range(count):
                 target(*args)
 
-    replayed = Replayed(work, device)
+    replayed = Replays(device).of(work)
     return min(replayed.seconds() for _ in range(_REPLAYS))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -12,26 +13,40 @@ _NUMBER = -3
 """Of the stream that this is done on."""
 
 
+class Replays:
+    """Where such work is captured: what is made here shares a stream and memory, and runs in turn."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._streams = Streams.of(device)
+        self._stream = self._streams.get(_NUMBER)
+        self._pool = torch.cuda.graph_pool_handle()
+        # A pool lasts as long as one of its graphs.
+        self._first = self.of(lambda: torch.zeros(1, device=device))
+
+    def of(self, work: Callable[[], Any]) -> Replayed:
+        """That work in a graph. It is done once beforehand: libraries choose and load what they need."""
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        graph = torch.cuda.CUDAGraph()
+        with self._streams.lock, torch.cuda.stream(self._stream):
+            work()
+            self._stream.synchronize()
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+                graph.capture_end()
+            except RuntimeError:
+                abandon(graph, self.device, self._pool)
+                raise
+        return Replayed(graph, self._stream)
+
+
 class Replayed:
     """Some work in a graph of its own."""
 
-    def __init__(self, work: Callable[[], None], device: torch.device) -> None:
-        """Does the work once beforehand: libraries choose and load what they need."""
-        streams = Streams.of(device)
-        self._stream = streams.get(_NUMBER)
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        self._graph = torch.cuda.CUDAGraph()
-        with streams.lock, torch.cuda.stream(self._stream):
-            work()
-            self._stream.synchronize()
-            pool = torch.cuda.graph_pool_handle()
-            self._graph.capture_begin(pool, capture_error_mode="thread_local")
-            try:
-                work()
-                self._graph.capture_end()
-            except RuntimeError:
-                abandon(self._graph, device, pool)
-                raise
+    def __init__(self, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
+        self._graph = graph
+        self._stream = stream
 
     def seconds(self) -> float:
         """What one replay takes."""

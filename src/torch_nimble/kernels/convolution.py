@@ -6,11 +6,11 @@ channels fill the GPU, and what takes time is the latency of a few loads. Floor:
 
 Families: `convolution` sums over channels, one place of the window after another. `gathered` sums over
 places and channels together, which is for images of few channels, such as the first of a network.
-`linear` is `convolution` for a linear layer, under torch's flag for matrix products.
+`linear` is `convolution` for a linear layer.
 
-Products of float32 may be rounded to TF32, as torch's flag says. Matrix units cut what they are given
-off instead, which is off by twice as much and always to one side: so images are rounded in the kernel,
-and weights when they are laid out.
+Where products of float32 are those of numbers rounded to TF32, images are rounded in the kernel, and
+weights when they are laid out. Matrix units would cut off what is too much, which is off by twice as
+much and always to one side.
 
 A long sum over a small image is a long chain of loads in few programs. It can be cut, too: each part is
 summed by programs of its own, and a second kernel adds the parts up in a fixed order.
@@ -21,15 +21,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torch_nimble.flags import convolutions_may_use_tf32, matmul_may_use_tf32
 from torch_nimble.kernels.parts import Launch, activate, ceil_div, is_inside, looked_at, pixels
-from torch_nimble.kernels.sites import Site
+from torch_nimble.kernels.sites import Site, Way
 
 
-def launches(site: Site, numbers: tuple[int, ...], family: str) -> tuple[Launch, ...]:
+def launches(site: Site, way: Way) -> tuple[Launch, ...]:
     """What to launch for a site."""
-    count, made, summed, warps, stages, *cut = numbers
-    parts = cut[0] if cut else 1
+    count, made, summed, warps, stages, parts = way.numbers
     rows, columns = site.window.size(*site.image[2:])
     pixels = site.image[0] * rows * columns
     ends = {
@@ -43,9 +41,9 @@ def launches(site: Site, numbers: tuple[int, ...], family: str) -> tuple[Launch,
         "IMAGE": site.image,
         "WINDOW": site.window.numbers(),
         "IS_POINT": site.window.is_point,
-        "GATHERED": family == "gathered",
+        "GATHERED": way.family == "gathered",
         "BEFORE": site.before,
-        "PRECISION": _precision(site.dtype, family),
+        "PRECISION": way.precision or "ieee",
         "PIXELS": count,
         "MADE": made,
         "SUMMED": summed,
@@ -59,12 +57,6 @@ def launches(site: Site, numbers: tuple[int, ...], family: str) -> tuple[Launch,
         return (main,)
     rest = {**ends, "PARTS": parts, "PIXELS": 4, "MADE": 128, "num_warps": 4}
     return main, Launch(_added_up, (ceil_div(pixels, 4), ceil_div(site.made, 128)), rest)
-
-
-def _precision(dtype: str, family: str) -> str:
-    """How to multiply matrices of that dtype."""
-    may_round = matmul_may_use_tf32() if family == "linear" else convolutions_may_use_tf32()
-    return "tf32" if dtype == "float32" and may_round else "ieee"
 
 
 @triton.jit

@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 
 from torch_nimble.kernels.parts import Launch, activate, ceil_div, is_inside, looked_at, pixels
-from torch_nimble.kernels.sites import Site
+from torch_nimble.kernels.sites import Site, Way
 
 
-def launches(site: Site, numbers: tuple[int, ...]) -> tuple[Launch, ...]:
+def launches(site: Site, way: Way) -> tuple[Launch, ...]:
     """What to launch for a site."""
-    count, channels, warps = numbers
+    count, channels, warps = way.numbers
     rows, columns = site.window.size(*site.image[2:])
     grid = ceil_div(site.image[0] * rows * columns, count), ceil_div(site.image[1], channels)
     constants = {

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torch_nimble.flags import convolutions_may_use_tf32, matmul_may_use_tf32
-from torch_nimble.kernels.sites import Kind, Site, Window, numbers_of
+from torch_nimble.kernels.sites import Kind, Site, Way, Window
 
 if TYPE_CHECKING:
     from torch_nimble.kernels.parts import Launch
@@ -37,10 +37,8 @@ def lay_out(weight: Tensor, kind: Kind, to_tf32: bool = False) -> Tensor:
     return _rounded_to_tf32(laid_out) if to_tf32 else laid_out
 
 
-def rounds(kind: Kind, dtype: torch.dtype) -> bool:
-    """Whether the products of such a layer are those of numbers rounded to TF32."""
-    if kind == "depthwise" or dtype != torch.float32:
-        return False
+def may_round(kind: Kind) -> bool:
+    """Whether torch's flags let products of float32 in such a layer be those of rounded numbers."""
     return matmul_may_use_tf32() if kind == "linear" else convolutions_may_use_tf32()
 
 
@@ -80,12 +78,10 @@ def launches_of(site: Site, config: str) -> tuple[Launch, ...]:
     """What carries a site out in the way of a config."""
     from torch_nimble.kernels import convolution, depthwise, vector
 
-    family, numbers = numbers_of(config)
-    if family == "depthwise":
-        return depthwise.launches(site, numbers)
-    if family == "vector":
-        return vector.launches(site, numbers)
-    return convolution.launches(site, numbers, family)
+    way = Way.parse(config)
+    family = {"depthwise": depthwise, "vector": vector}.get(way.family, convolution)
+    launches: tuple[Launch, ...] = family.launches(site, way)
+    return launches
 
 
 def compile_ahead(site: Site, config: str, capability: int, cache: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 Kind = Literal["dense", "depthwise", "linear"]
 """Every channel of the result from all of the image's; each from one; a linear layer, whose rows are
@@ -21,6 +21,8 @@ BEFORE = ACTIVATIONS[:-1]
 """Those that may come before a convolution: they are zero at zero, as the padding of images is."""
 
 DTYPES = ("float16", "bfloat16", "float32")
+_BY_MATRIX_UNIT = ("convolution", "gathered", "linear")
+_FAST = 3
 _FEW_PIXELS = 4
 _SMALLEST_SUM = 16
 """What a matrix unit sums at least at a time."""
@@ -104,6 +106,7 @@ class Tuned:
     """What was tried for a site, and what won."""
 
     site: str
+    kind: Kind
     chosen: str
     times_us: Mapping[str, float]
     """Of one call of each that was right, the library's included."""
@@ -111,18 +114,45 @@ class Tuned:
     """Why the others were not compared."""
 
 
-def configs(site: Site, effort: Effort) -> tuple[str, ...]:
-    """Ways to cut the work of a site that are worth trying, the likeliest first."""
+class Way(NamedTuple):
+    """A config, taken apart."""
+
+    family: str
+    precision: str
+    """How a matrix unit multiplies float32; nothing for other dtypes and families."""
+    numbers: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, config: str) -> Way:
+        """Such as `convolution-tf32/16/32/64/4/3/1`."""
+        name, *numbers = config.split("/")
+        family, _, precision = name.partition("-")
+        return cls(family, precision, tuple(map(int, numbers)))
+
+
+def configs(site: Site, effort: Effort, may_round: bool = False) -> tuple[str, ...]:
+    """Ways to cut the work of a site that are worth trying, the likeliest first.
+
+    With `may_round`, products of float32 may be those of numbers rounded to TF32. Where a library does
+    not do that all the same, three such products give nearly what one of float32 does.
+    """
     if effort == "off" or site.dtype not in DTYPES:
         return ()
-    found = dict.fromkeys(_depthwise(site) if site.kind == "depthwise" else _dense(site))
-    return tuple(found)[: 3 if effort == "fast" else None]
+    found = tuple(dict.fromkeys(_depthwise(site) if site.kind == "depthwise" else _dense(site)))
+    matrices = [config for config in found if Way.parse(config).family in _BY_MATRIX_UNIT]
+    others = [config for config in found if config not in matrices]
+    count = _FAST if effort == "fast" else len(found)
+    if site.dtype != "float32" or not matrices:
+        return found[:count]
+    kept = matrices[: max(0, count - len(others))]
+    usual, rare = ("tf32", "tf32x3") if may_round else ("tf32x3", "ieee")
+    few = kept[: -(-len(kept) // 3)]
+    return (*others[:count], *(_with(c, usual) for c in kept), *(_with(c, rare) for c in few))
 
 
-def numbers_of(config: str) -> tuple[str, tuple[int, ...]]:
-    """The family and the numbers of a config."""
-    family, *numbers = config.split("/")
-    return family, tuple(map(int, numbers))
+def _with(config: str, precision: str) -> str:
+    family, numbers = config.split("/", 1)
+    return f"{family}-{precision}/{numbers}"
 
 
 def _depthwise(site: Site) -> Iterator[str]:

@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 
 from torch_nimble.kernels.parts import Launch, activate, ceil_div
-from torch_nimble.kernels.sites import Site
+from torch_nimble.kernels.sites import Site, Way
 
 
-def launches(site: Site, numbers: tuple[int, ...]) -> tuple[Launch, ...]:
+def launches(site: Site, way: Way) -> tuple[Launch, ...]:
     """What to launch for a site."""
-    made, summed, warps = numbers
+    made, summed, warps = way.numbers
     images, channels, height, width = site.image
     constants = {
         "CHANNELS": channels,

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from torch_nimble.kernels.operator import convolve, lay_out, rounds
-from torch_nimble.kernels.sites import BEFORE, DTYPES, LIBRARY, Site, Window
+from torch_nimble.kernels.operator import convolve, lay_out
+from torch_nimble.kernels.sites import BEFORE, DTYPES, LIBRARY, Site, Way, Window
 from torch_nimble.lower.passes.layout import channels_last, reshape
 
 _aten = torch.ops.aten
@@ -91,7 +91,7 @@ def _replace(graph: fx.Graph, found: Found, config: str, instead: Mapping[fx.Nod
         return graph.call_function(channels_last, (image,))
 
     with graph.inserting_before(node):
-        rounded = rounds(site.kind, value.dtype)
+        rounded = Way.parse(config).precision == "tf32"
         weight = graph.call_function(lay_out, (node.args[1], site.kind, rounded))
         images = laid_out(found.x), laid_out(found.added)
         window = list(site.window.numbers())
