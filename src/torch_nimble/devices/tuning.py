@@ -85,8 +85,8 @@ def check_precision(kernels: Mapping[str, str]) -> None:
     rounding = [way for way in ways if way.precision == "tf32"]
     if any(not may_round("linear" if way.family == "linear" else "dense") for way in rounding):
         raise PlanError(
-            f"the plan has kernels for {len(rounding)} kinds of layers that round to TF32, which torch's "
-            "flags forbid now; set torch.backends.cuda.matmul.allow_tf32 and "
+            f"the plan has kernels for {len(rounding)} kinds of layers that round to TF32, and torch's "
+            "flags forbid that now; set torch.backends.cuda.matmul.allow_tf32 and "
             "torch.backends.cudnn.allow_tf32 as they were, or make a plan under these flags"
         )
 
