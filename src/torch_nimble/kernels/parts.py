@@ -27,11 +27,12 @@ def ceil_div(a: int, b: int) -> int:
 
 @triton.jit
 def activate(x, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """An activation of float32 values."""
+    """An activation of float32 values. As in torch, what is not a number stays so."""
     if KIND == "relu":
-        x = tl.maximum(x, 0.0)
+        x = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
     elif KIND == "relu6":
-        x = tl.minimum(tl.maximum(x, 0.0), 6.0)
+        x = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        x = tl.minimum(x, 6.0, propagate_nan=tl.PropagateNan.ALL)
     elif KIND == "silu":
         x = x * tl.sigmoid(x)
     elif KIND == "hardswish":
