@@ -13,6 +13,7 @@ from torch_nimble.devices import device_for
 from torch_nimble.engine import Engine
 from torch_nimble.errors import InputError, OptionError
 from torch_nimble.execute.autocast import autocast_off
+from torch_nimble.explain import Candidate
 from torch_nimble.options import Options, Planner
 from torch_nimble.plans import Plan
 from torch_nimble.prepare import Progress
@@ -59,8 +60,9 @@ def compile(
     memory_limit: on a GPU, the most bytes that a plan may take for activations, inputs, results and
         workspaces; plans that need more do not take part. By default a plan on several streams may
         take a third more than the plan on one, the weights counted in.
-    tune: on a GPU, try kernels of our own for each convolution and take the fastest. `"fast"` tries the
-        three likeliest, `"full"` all there are, `"off"` none. What was found is kept on disk.
+    tune: on a GPU, try kernels of our own for each convolution and small linear layer, and take the
+        fastest. `"fast"` tries the three likeliest, `"full"` all there are, `"off"` none. What was found
+        is kept on disk.
     progress: is told each stage of preparation as it begins.
     """
     options = Options.checked(
@@ -157,7 +159,7 @@ def taskgraph(
 ) -> TaskGraph:
     """The task graph of a model for these inputs, without costs. The model is not run.
 
-    On a GPU the tasks are fused kernels; its convolutions are tried in two layouts.
+    On a GPU the tasks are fused kernels; kernels for its layers are tried, as when it is prepared.
     """
     if isinstance(args, torch.Tensor):
         raise InputError("args is a tensor; pass a tuple of arguments, args=(x,)")
@@ -175,5 +177,6 @@ def taskgraph(
     if home.type == "cuda":
         tensors = [tensor.to(home) for tensor in tensors]
     with torch.inference_mode(False), torch.no_grad(), autocast_off(), device.running():
-        captured = device.capture(adapter, tensors)
-        return device.lowerings(adapter, tensors, captured, Options(), [])[0].graph
+        captured, options, notes = device.capture(adapter, tensors), Options(), list[Candidate]()
+        tuned = device.choose_kernels(captured, options, notes)
+        return device.lowerings(adapter, tensors, captured, options, notes, tuned)[0].graph

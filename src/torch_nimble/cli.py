@@ -37,6 +37,10 @@ Dtype = Annotated[str | None, typer.Option(help="Convert model and inputs: fp32,
 DeviceName = Annotated[
     str | None, typer.Option(help="cuda or cpu; a GPU if there is one, unless given.")
 ]
+SimulatedGpu = Annotated[
+    str | None,
+    typer.Option("--simulate", help="A GPU that need not be here, such as h200: estimate times for it."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -86,6 +90,7 @@ def plan(
     lanes: Annotated[
         int | None, typer.Option(min=1, help="List-schedule on that many lanes instead.")
     ] = None,
+    simulated: SimulatedGpu = None,
     as_json: AsJson = False,
     save: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
 ) -> None:
@@ -93,7 +98,7 @@ def plan(
     from torch_nimble.planning import make_plan, show_plan
 
     console = Console(stderr=as_json, highlight=False)
-    made = make_plan(target, inputs or [], dtype, lanes, console)
+    made = make_plan(target, inputs or [], dtype, lanes, console, simulated)
     if save is not None:
         try:
             made.plan.save(save)
@@ -113,6 +118,7 @@ def report(
     inputs: Shapes = None,
     dtype: Dtype = None,
     device: DeviceName = None,
+    simulated: SimulatedGpu = None,
     times: Annotated[
         str | None,
         typer.Option(help="measured, in a real pass, or simulated. A task graph is simulated."),
@@ -127,7 +133,8 @@ def report(
     from torch_nimble.reporting import Wanted, make_report
 
     console = Console(stderr=as_json, highlight=False)
-    made = make_report(Wanted(target, inputs or [], dtype, device, times, out, trace), console)
+    wanted = Wanted(target, inputs or [], dtype, device, times, out, trace, simulated)
+    made = make_report(wanted, console)
     if as_json:
         typer.echo(json.dumps(made, indent=1))
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from torch_nimble.errors import OptionError
+from torch_nimble.estimate import Gpu, estimated, fuse, load_gpu
 from torch_nimble.plans import Plan
-from torch_nimble.schedule import analyse, max_concurrency, simulate, verify
+from torch_nimble.schedule import analyse, max_concurrency, serial, simulate, verify
 from torch_nimble.schedule import lanes as lane_plan
 from torch_nimble.targets import is_graph_file, load_target
 from torch_nimble.taskgraph import TaskGraph
+
+_LANES = (2, 3, 4, 6, 8, 12)
 
 
 @dataclass(frozen=True)
@@ -24,16 +28,44 @@ class MadePlan:
     graph: TaskGraph
     plan: Plan
     simulated_us: float
+    gpu: Gpu | None = None
+    """Whose times the tasks have, if they were estimated."""
 
     def to_dict(self) -> dict[str, Any]:
         """The plan's JSON object with the target and the simulated time; `plan=` takes it too."""
-        return {"target": self.target, **self.plan.to_dict(), "simulated_us": self.simulated_us}
+        estimate = {} if self.gpu is None else {"gpu": self.gpu.name, "estimate": dict(self.gpu.said)}
+        made = {"target": self.target, **self.plan.to_dict(), "simulated_us": self.simulated_us}
+        return {**made, **estimate}
+
+
+def gpu_taskgraph(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> TaskGraph:
+    """The tasks of a model much as a GPU would run them, without one."""
+    import torch
+
+    from torch_nimble.capture import Adapter, Callee
+    from torch_nimble.lower.aten import lower_layers
+    from torch_nimble.tree import flatten_inputs
+
+    tensors, structure = flatten_inputs(tuple(args), dict(kwargs))
+    adapter = Adapter(Callee(model), structure)
+    with torch.inference_mode(False), torch.no_grad():
+        return lower_layers(adapter.capture(tensors, functional=False)).graph
 
 
 def make_plan(
-    target: str, inputs: Sequence[str], dtype: str | None, lanes: int | None, console: Console
+    target: str,
+    inputs: Sequence[str],
+    dtype: str | None,
+    lanes: int | None,
+    console: Console,
+    gpu_name: str | None = None,
 ) -> MadePlan:
-    """Plan a file's graph or a model's, with maximum concurrency or on lanes."""
+    """Plan a file's graph or a model's, with maximum concurrency or on lanes.
+
+    With the name of a GPU, as on that GPU, by estimated times: on lanes or by the best of several plans.
+    """
+    if gpu_name is not None:
+        return _plan_for_gpu(target, inputs, dtype, lanes, console, load_gpu(gpu_name))
     if is_graph_file(target):
         graph = TaskGraph.load(target)
     else:
@@ -47,6 +79,33 @@ def make_plan(
     plan = max_concurrency(graph, analysis) if lanes is None else lane_plan(graph, lanes, analysis)
     verify(graph, plan)
     return MadePlan(target, graph, plan, simulate(graph, plan).total_us)
+
+
+def _plan_for_gpu(
+    target: str,
+    inputs: Sequence[str],
+    dtype: str | None,
+    lanes: int | None,
+    console: Console,
+    gpu: Gpu,
+) -> MadePlan:
+    if is_graph_file(target):
+        raise OptionError("--simulate is for networks; a task graph's file has times of its own")
+    with console.status("loading torch and the model"):
+        found = load_target(target, inputs, dtype)
+    with console.status(f"capturing {found.name}"):
+        graph = estimated(fuse(gpu_taskgraph(found.model, found.args, found.kwargs)), gpu)
+    analysis = analyse(graph)
+    if lanes is not None:
+        plans = [lane_plan(graph, lanes, analysis)]
+    else:
+        several = [count for count in _LANES if count < analysis.facts.width]
+        plans = [serial(graph, analysis), *(lane_plan(graph, count, analysis) for count in several)]
+        plans.append(max_concurrency(graph, analysis))
+    totals = [gpu.timeline(graph, plan).total_us for plan in plans]
+    best = min(range(len(plans)), key=lambda i: totals[i])
+    verify(graph, plans[best])
+    return MadePlan(target, graph, plans[best], totals[best], gpu)
 
 
 def show_plan(made: MadePlan, console: Console) -> None:
@@ -69,6 +128,8 @@ def show_plan(made: MadePlan, console: Console) -> None:
     ):
         grid.add_row(label, value)
     console.print(grid)
+    if made.gpu is not None:
+        console.print(made.gpu.account())
     table = Table("stream", "tasks", "waits", "first", "last", box=None, pad_edge=False)
     by_stream: dict[int, list[str]] = {}
     waits: dict[int, int] = {}

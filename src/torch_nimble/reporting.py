@@ -29,6 +29,8 @@ class Wanted:
     times: str | None
     out: Path
     trace: Path | None
+    gpu: str | None = None
+    """A GPU to estimate times for."""
 
 
 def make_report(wanted: Wanted, console: Console) -> dict[str, Any]:
@@ -39,7 +41,8 @@ def make_report(wanted: Wanted, console: Console) -> dict[str, Any]:
     for path in files:  # before the minutes that preparing may take
         if not path.parent.is_dir():
             raise OptionError(f"cannot write {str(path)!r}: its folder does not exist; make it first")
-    made = _of_graph(wanted, console) if is_graph_file(wanted.target) else _of_model(wanted, console)
+    is_simulated = wanted.gpu is not None or is_graph_file(wanted.target)
+    made = _of_graph(wanted, console) if is_simulated else _of_model(wanted, console)
     save_page(made, wanted.out)
     if wanted.trace is not None:
         save_trace(made, wanted.trace)
@@ -49,11 +52,23 @@ def make_report(wanted: Wanted, console: Console) -> dict[str, Any]:
 
 
 def _of_graph(wanted: Wanted, console: Console) -> Report:
-    """Maximum concurrency, simulated: there is nothing to run."""
+    """A plan that is simulated: of a task graph, or of a model on a GPU that is not here."""
     if wanted.times == "measured":
-        raise OptionError("a task graph can only be simulated; --times measured needs a model to run")
-    made = make_plan(wanted.target, wanted.inputs, wanted.dtype, None, console)
-    return report_of_plan(wanted.target, made.graph, made.plan)
+        what = "a task graph" if wanted.gpu is None else "a GPU that is not here"
+        raise OptionError(f"{what} can only be simulated; --times measured needs a model to run")
+    if wanted.gpu is not None and wanted.device is not None:
+        raise OptionError("--simulate is for a GPU that is not here, and --device for one that is")
+    made = make_plan(wanted.target, wanted.inputs, wanted.dtype, None, console, wanted.gpu)
+    if made.gpu is None:
+        return report_of_plan(wanted.target, made.graph, made.plan)
+    return report_of_plan(
+        wanted.target,
+        made.graph,
+        made.plan,
+        timeline=made.gpu.timeline(made.graph, made.plan),
+        device=f"{made.gpu.name}, estimated",
+        notes=(made.gpu.account(),),
+    )
 
 
 def _of_model(wanted: Wanted, console: Console) -> Report:

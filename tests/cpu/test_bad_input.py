@@ -304,6 +304,10 @@ def test_plan_file_that_is_not_one(tmp_path: Path, content: str | None, match: s
         ({"plan": 3}, "plan is 3"),
         ({"planner": 3}, "planner is 3"),
         ({"plan": {"plan": []}, "planner": lambda g: g}, "exclude each other"),
+        ({"tune": "slow"}, "tune is 'slow'.*'off', 'fast', 'full'"),
+        ({"tune": True}, "tune is True.*'off', 'fast', 'full'"),
+        ({"tune": None}, "tune is None"),
+        ({"tune": []}, r"tune is \[\]"),
     ],
 )
 def test_option_that_makes_no_sense(options: dict[str, Any], match: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -18,6 +19,12 @@ from torch_nimble.schedule import analyse, max_concurrency, plan_from_streams
 from torch_nimble.taskgraph import Task, TaskGraph
 
 XYZ = TaskGraph.from_edges([Task("x"), Task("y"), Task("z")], [("x", "y"), ("x", "z")])
+
+
+KERNELS = {
+    "1×8×5×5 float32 to 8 3×3 relu": "gathered-tf32/64/16/64/4/3/1",
+    "2×6 float32 to 6 linear": "a",
+}
 
 
 def through_json(plan: Plan) -> Plan:
@@ -37,6 +44,33 @@ def test_a_plan_without_facts_survives_json() -> None:
     plan = Plan((Launch("x", 0), Launch("y", 7, ("x",), 1.5)), "mine")
     assert through_json(plan) == plan
     assert through_json(plan).facts is None
+
+
+@given(st.data())
+def test_a_plan_is_for_the_kernels_of_its_graph_whoever_makes_it(data: st.DataObject) -> None:
+    names = st.dictionaries(st.text(max_size=3), st.text(max_size=3), max_size=3)
+    kernels = data.draw(names)
+    graph = dataclasses.replace(data.draw(graphs()), kernels=kernels)
+    plan = data.draw(plans(graph))
+    assert plan.kernels == kernels
+    assert through_json(plan) == plan
+    assert through_json(plan).kernels == kernels
+
+
+def test_plans_for_other_kernels_are_other_plans() -> None:
+    graph = dataclasses.replace(XYZ, kernels=KERNELS)
+    plan = max_concurrency(graph)
+    assert plan.kernels == KERNELS
+    assert plan != max_concurrency(XYZ)
+    assert plan.to_dict()["kernels"] == KERNELS
+    assert "kernels" not in max_concurrency(XYZ).to_dict()
+    assert through_json(max_concurrency(XYZ)).kernels == {}
+
+
+def test_kernels_and_variants_are_not_mixed_up() -> None:
+    plan = Plan((Launch("x", 0),), variants={"a": "b"}, kernels={"c": "d"})
+    again = through_json(plan)
+    assert (again.variants, again.kernels) == ({"a": "b"}, {"c": "d"})
 
 
 def test_a_plan_in_json_counts_its_streams_and_waits() -> None:
@@ -98,6 +132,12 @@ def test_a_malformed_plan_is_refused_with_its_reason(data: Any, message: str) ->
 MALFORMED_VALUES = {
     "cost a text": launching(stream=0, cost_us="much"),
     "width a text": {**max_concurrency(XYZ).to_dict(), "width": "wide"},
+    "kernels a list": {"plan": [], "kernels": ["vector/8/4/4"]},
+    "kernels a text": {"plan": [], "kernels": "vector/8/4/4"},
+    "kernels null": {"plan": [], "kernels": None},
+    "kernels of numbers": {"plan": [], "kernels": {"1×8 float32 to 8 linear": 3}},
+    "kernels of lists": {"plan": [], "kernels": {"1×8 float32 to 8 linear": ["vector", 8]}},
+    "variants a list": {"plan": [], "variants": []},
 }
 
 
@@ -105,6 +145,12 @@ MALFORMED_VALUES = {
 def test_a_value_of_the_wrong_type_is_a_plan_error(data: Any) -> None:
     with pytest.raises(PlanError):
         Plan.from_dict(data)
+
+
+@pytest.mark.parametrize("field", ["kernels", "variants"])
+def test_a_wrong_field_of_names_is_named(field: str) -> None:
+    with pytest.raises(PlanError, match=rf"the field '{field}' is \[3\], not names"):
+        Plan.from_dict({"plan": [], field: [3]})
 
 
 def test_a_file_that_is_no_json_is_refused_with_its_name(tmp_path: Path) -> None:

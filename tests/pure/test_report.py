@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from itertools import combinations
 from typing import Any
@@ -15,7 +16,7 @@ from pure.oracles import plan_graph
 from pure.strategies import graphs, plans
 from torch_nimble import schedule
 from torch_nimble.execute.measure import Timing
-from torch_nimble.explain import Candidate, Explanation, Fallback, SignatureAccount
+from torch_nimble.explain import Candidate, Explanation, Fallback, KernelAccount, SignatureAccount
 from torch_nimble.plans import GraphFacts, Plan
 from torch_nimble.regions import Region
 from torch_nimble.report.contents import Race, Report, report_of, report_of_plan
@@ -354,6 +355,51 @@ def test_every_form_of_an_explanation_says_everything() -> None:
         assert state in str(said)
         assert state in said._repr_html_()
     assert "nothing prepared yet" in explanation(signatures=())._repr_html_()
+
+
+KERNELS = (
+    KernelAccount("1×8 <a>", 3, "vector/8/8/4", {"library": 5.0, "vector/8/8/4": 3.0}, {}),
+    KernelAccount(
+        "1×9", 4, "library", {"library": 2.0, "vector/8/8/4": 2.5}, {"vector/4/8/4": "<wrong>"}
+    ),
+    KernelAccount("1×10", 2, "linear/1", {"library": 100.0, "linear/1": 60.0, "linear/2": 61.0}, {}),
+)
+
+
+def test_what_kernels_save_is_the_difference_of_their_times_for_each_layer() -> None:
+    assert [kernel.saved_us for kernel in KERNELS] == [3 * (5.0 - 3.0), 0.0, 2 * (100.0 - 60.0)]
+
+
+def test_an_explanation_says_how_many_layers_have_kernels_of_our_own() -> None:
+    told = explanation(signatures=(account(kernels=KERNELS),))
+    line = "layers: 5 of 9 by kernels of our own, which take 86 µs less than the library's by themselves"
+    assert line in str(told).replace("\n", " ")
+    assert line in html.unescape(told._repr_html_())
+    for silent in (explanation(), explanation(signatures=(account(kernels=()),))):
+        assert "kernels of our own" not in str(silent)
+    for left in (str(told), told._repr_html_()):
+        assert "<a>" not in left.replace("\n", "")
+
+
+def test_an_explanation_without_a_winner_of_our_own_says_so() -> None:
+    told = explanation(signatures=(account(kernels=KERNELS[1:2]),))
+    assert "layers: 0 of 4 by kernels of our own" in str(told)
+
+
+def test_kernels_in_the_dict_of_an_explanation_are_plain_data() -> None:
+    data = explanation(signatures=(account(kernels=KERNELS),)).to_dict()
+    again = json.loads(json.dumps(data))
+    assert again["signatures"][0]["kernels"] == [
+        {
+            "site": kernel.site,
+            "count": kernel.count,
+            "chosen": kernel.chosen,
+            "times_us": dict(kernel.times_us),
+            "refused": dict(kernel.refused),
+        }
+        for kernel in KERNELS
+    ]
+    assert json.loads(json.dumps(explanation().to_dict()))["signatures"][0]["kernels"] == []
 
 
 def test_an_explanation_s_html_is_tables_of_escaped_text() -> None:

@@ -177,8 +177,26 @@ def test_every_field_survives_json() -> None:
         Task("y", "add", (Region("s"),), regions, "model.1", 0.0),
     ]
     buffers = [Buffer("a", "input", 64), Buffer("s", "state", 8)]
-    graph = TaskGraph.from_conflicts(tasks, buffers)
+    kernels = {"1×8 float32 to 8 linear": "vector/8/8/4"}
+    graph = TaskGraph.from_conflicts(tasks, buffers, "channels-last", kernels)
     assert through_json(graph) == graph
+    assert through_json(graph).kernels == kernels
+    assert through_json(graph).layout == "channels-last"
+
+
+@given(graphs(), st.dictionaries(st.text(max_size=3), st.text(max_size=3), max_size=3))
+def test_a_graph_knows_its_kernels_whatever_is_done_to_it(
+    graph: TaskGraph, kernels: dict[str, str]
+) -> None:
+    named = [(graph.tasks[u].name, graph.tasks[v].name) for u, v in graph.edges]
+    made = TaskGraph.from_edges(graph.tasks, named, kernels=kernels)
+    assert (made == graph) == (not kernels)
+    assert hash(made) == hash(graph)
+    kernels_before = dict(kernels)
+    costed = through_json(made).with_costs([1.0] * len(made.tasks))
+    kernels.clear()
+    assert made.kernels == costed.kernels == kernels_before
+    assert ("kernels" in made.to_dict()) == bool(kernels_before)
 
 
 def test_a_saved_graph_is_loaded_again(tmp_path: Path) -> None:
@@ -285,6 +303,7 @@ BAD_DOCUMENTS = {
         "it needs as many 'sizes' as 'strides'",
     ),
     "sizes not numbers": (box(sizes=["many"]), "it needs as many 'sizes' as 'strides'"),
+    "kernels a text": (document(kernels="fast"), "the field 'kernels' is 'fast', not names"),
 }
 
 
@@ -306,6 +325,9 @@ MALFORMED_PARTS = {
     "nbytes a text": document(buffers=[{"name": "a", "nbytes": "many"}]),
     "unknown kind of buffer": document(buffers=[{"name": "a", "kind": "attic"}]),
     "cost beyond floats": costing(1, 10**400),
+    "kernels a list": document(kernels=["vector/8/4/4"]),
+    "kernels null": document(kernels=None),
+    "kernels of numbers": document(kernels={"1×8 float32 to 8 linear": 3}),
 }
 
 

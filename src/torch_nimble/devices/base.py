@@ -6,7 +6,7 @@ import abc
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -215,6 +215,6 @@ def custom_plan(lowered: Lowered, options: Options) -> Callable[[TaskGraph], Pla
                 "torch_nimble.Plan (torch_nimble.schedule.plan_from_streams makes one)"
             )
         verify(graph, made)
-        return made
+        return replace(made, layout=graph.layout, kernels=graph.kernels)
 
     return make

@@ -118,8 +118,7 @@ class CudaDevice(Device):
     ) -> list[Lowered]:
         """Fused kernels; operators one by one if that fails, which notes say."""
         try:
-            fused = self._fused(captured, options, notes, tuned)
-            return [dataclasses.replace(fused, tuned=tuned)]
+            return [self._fused(captured, options, notes, tuned)]
         except LoweringError as reason:
             if options.strict:
                 raise FallbackError(
@@ -148,11 +147,13 @@ class CudaDevice(Device):
         convolves = any(one.site in kernels and one.kind != "linear" for one, _ in tuned)
         layout = "channels-last" if convolves else faster_layout(captured, self.device)
         try:
-            return inductor.lower(captured, layout, self.device, kernels)
+            lowered = inductor.lower(captured, layout, self.device, kernels)
+            return dataclasses.replace(lowered, tuned=tuned)
         except LoweringError as reason:
-            if layout == "as captured":
+            if layout == "as captured" and not kernels:
                 raise
-            notes.append(not_tried(layout, reason))
+            what = f"{layout}, with kernels of our own" if kernels else layout
+            notes.append(not_tried(what, reason))
             return inductor.lower(captured, "as captured", self.device)
 
     def entries(self, trial: Trial, options: Options) -> Iterator[Entry]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from torch_nimble.execute.streams import Streams, abandon
+from torch_nimble.execute.walk import no_garbage_collection
 
 _NUMBER = -3
 """Of the stream that this is done on."""
@@ -26,31 +27,41 @@ class Replays:
 
     def of(self, work: Callable[[], Any]) -> Replayed:
         """That work in a graph. It is done once beforehand: libraries choose and load what they need."""
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
         graph = torch.cuda.CUDAGraph()
+        current = torch.cuda.current_stream(self.device)
         with self._streams.lock, torch.cuda.stream(self._stream):
+            self._stream.wait_stream(current)
             work()
             self._stream.synchronize()
-            graph.capture_begin(self._pool, capture_error_mode="thread_local")
-            try:
-                work()
-                graph.capture_end()
-            except RuntimeError:
-                abandon(graph, self.device, self._pool)
-                raise
-        return Replayed(graph, self._stream)
+            with no_garbage_collection():
+                graph.capture_begin(self._pool, capture_error_mode="thread_local")
+                try:
+                    work()
+                    graph.capture_end()
+                except BaseException:
+                    abandon(graph, self.device, self._pool)
+                    raise
+        return Replayed(graph, self._streams, self._stream, work)
 
 
 class Replayed:
     """Some work in a graph of its own."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
+    def __init__(
+        self,
+        graph: torch.cuda.CUDAGraph,
+        streams: Streams,
+        stream: torch.cuda.Stream,
+        work: Callable[[], Any],
+    ) -> None:
         self._graph = graph
+        self._streams = streams
         self._stream = stream
+        self._work = work  # has the tensors that the graph reads
 
     def seconds(self) -> float:
         """What one replay takes."""
-        with torch.cuda.stream(self._stream):
+        with self._streams.lock, torch.cuda.stream(self._stream):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             start.record()
             self._graph.replay()

@@ -12,6 +12,7 @@ What was found is kept on disk by device, versions and flags, so that a machine 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -20,10 +21,9 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -70,20 +70,22 @@ def tune(sites: Collection[Site], device: torch.device, effort: Effort) -> dict[
     missing = [site for site in dict.fromkeys(sites) if str(site) not in known]
     if missing:
         start = time.perf_counter()
-        found = _try_all(missing, device, effort)
-        log.info(
-            "tried kernels for %d convolutions in %.1f s", len(missing), time.perf_counter() - start
-        )
-        _add(path, effort, found)
+        found: list[Tuned] = []
+        try:
+            found.extend(_try_all(missing, device, effort))
+        finally:  # what was found is not lost with the rest
+            _add(path, effort, found)
         known |= {tuned.site: tuned for tuned in found}
+        passed = time.perf_counter() - start
+        log.info("tried kernels for %d kinds of layers in %.1f s", len(missing), passed)
     return {str(site): known[str(site)] for site in sites}
 
 
 def check_precision(kernels: Mapping[str, str]) -> None:
-    """PlanError if kernels of a plan round where torch's flags forbid it now."""
-    ways = [Way.parse(config) for config in kernels.values()]
-    rounding = [way for way in ways if way.precision == "tf32"]
-    if any(not may_round("linear" if way.family == "linear" else "dense") for way in rounding):
+    """PlanError if kernels of a plan round where torch's flags forbid it now, or are not known."""
+    ways = {site: Way.parse(config) for site, config in kernels.items()}
+    rounding = [site for site, way in ways.items() if way.precision == "tf32"]
+    if any(not may_round(Site.parse(site).kind) for site in rounding):
         raise PlanError(
             f"the plan has kernels for {len(rounding)} kinds of layers that round to TF32, and torch's "
             "flags forbid that now; set torch.backends.cuda.matmul.allow_tf32 and "
@@ -91,7 +93,7 @@ def check_precision(kernels: Mapping[str, str]) -> None:
         )
 
 
-def _try_all(sites: Iterable[Site], device: torch.device, effort: Effort) -> list[Tuned]:
+def _try_all(sites: Iterable[Site], device: torch.device, effort: Effort) -> Iterator[Tuned]:
     plans = {site: configs(site, effort, may_round(site.kind)) for site in sites}
     major, minor = torch.cuda.get_device_capability(device)
     cache = str(inductor.kernel_cache(device))
@@ -100,7 +102,8 @@ def _try_all(sites: Iterable[Site], device: torch.device, effort: Effort) -> lis
         [(site, c, 10 * major + minor, cache) for site, tried in plans.items() for c in tried],
     )
     replays = Replays(device)
-    return [_try_one(site, tried, replays) for site, tried in plans.items()]
+    for site, tried in plans.items():
+        yield _try_one(site, tried, replays)
 
 
 def _try_one(site: Site, tried: Iterable[str], replays: Replays) -> Tuned:
@@ -240,33 +243,44 @@ class _Example:
 def _machine() -> str:
     """All that a time depends on besides the site."""
     digest = hashlib.sha256("\n".join(surroundings()).encode())
-    for path in sorted(Path(torch_nimble.kernels.__file__).parent.glob("*.py")):
+    for path in [*sorted(Path(torch_nimble.kernels.__file__).parent.glob("*.py")), Path(__file__)]:
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 
 def _read(path: Path, effort: Effort) -> dict[str, Tuned]:
-    """What is known of sites that were tried with this effort or more; nothing if it cannot be read."""
+    """What is known of sites that were tried with this effort or more."""
+    kept = _kept(path)
+    efforts = [effort, *(["full"] if effort == "fast" else [])]
+    return {site: tuned for name in efforts for site, tuned in kept.get(name, {}).items()}
+
+
+def _kept(path: Path) -> dict[str, dict[str, Tuned]]:
+    """What a file has, by effort and site; what cannot be read is left out."""
     try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        efforts = [effort, *(["full"] if effort == "fast" else [])]
-        return {site: Tuned(**tuned) for name in efforts for site, tuned in kept.get(name, {}).items()}
-    except (OSError, ValueError, TypeError, AttributeError):
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return {}
+    found: dict[str, dict[str, Tuned]] = {}
+    for effort, sites in data.items() if isinstance(data, dict) else ():
+        for site, tuned in sites.items() if isinstance(sites, dict) else ():
+            with contextlib.suppress(TypeError):
+                found.setdefault(effort, {})[site] = Tuned(**tuned)
+    return found
 
 
 def _add(path: Path, effort: Effort, found: Iterable[Tuned]) -> None:
     """Keep that for other processes; not being able to write is no harm."""
-    try:
-        kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        kept = {}
-    kept.setdefault(effort, {}).update({tuned.site: asdict(tuned) for tuned in found})
+    kept = _kept(path)
+    kept.setdefault(effort, {}).update({tuned.site: tuned for tuned in found})
+    data = {name: {site: asdict(one) for site, one in sites.items()} for name, sites in kept.items()}
+    draft = ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent)
+        handle, draft = tempfile.mkstemp(dir=path.parent)
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(kept, file)
-        os.replace(name, path)
+            json.dump(data, file)
+        os.replace(draft, path)
     except OSError:
-        return
+        if draft:
+            Path(draft).unlink(missing_ok=True)

@@ -305,7 +305,7 @@ class Binding:
                     self._stagings[i] = Staging(place, tensor)
                 self._stagings[i].bring(tensor)
             elif tensor.data_ptr() != place.data_ptr() or tensor.device != place.device:
-                place.copy_(tensor)
+                place.copy_(tensor.detach())
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """From inputs of the right shape, dtype and device to results that are the caller's own."""

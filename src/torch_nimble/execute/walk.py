@@ -85,7 +85,7 @@ class Walk:
         origin = self._origin
         # Not the whole device: that would break a capture of somebody else's.
         torch.cuda.current_stream().synchronize()
-        with _no_garbage_collection(), torch.cuda.stream(origin):
+        with no_garbage_collection(), torch.cuda.stream(origin):
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
                 self._fork()
@@ -210,7 +210,7 @@ def covered_bytes(places: Iterable[tuple[int, int]]) -> int:
 
 
 @contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     """Objects that are collected during a capture might free memory in the middle of it."""
     enabled = gc.isenabled()
     gc.disable()

@@ -7,5 +7,6 @@ number that is known ahead of time is a constant of the kernel, so that addresse
 
 - sites: what there is to compute, and in which ways it can be cut. Needs neither torch nor triton.
 - operator: the operator that stands for all of them in a graph.
-- depthwise, convolution: the kernels. Need triton, and are imported only where it is there.
+- depthwise, convolution, vector: the kernels; parts: what they share. Need triton, and are imported only
+  where it is there.
 """

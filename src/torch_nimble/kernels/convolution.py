@@ -6,11 +6,11 @@ channels fill the GPU, and what takes time is the latency of a few loads. Floor:
 
 Families: `convolution` sums over channels, one place of the window after another. `gathered` sums over
 places and channels together, which is for images of few channels, such as the first of a network.
-`linear` is `convolution` for a linear layer.
+`linear` is `convolution` for a linear layer, whose weight is read as it is.
 
 Where products of float32 are those of numbers rounded to TF32, images are rounded in the kernel, and
-weights when they are laid out. Matrix units would cut off what is too much, which is off by twice as
-much and always to one side.
+weights when they are laid out, if they are. Matrix units would cut off what is too much, which is off
+by twice as much and always to one side.
 
 A long sum over a small image is a long chain of loads in few programs. It can be cut, too: each part is
 summed by programs of its own, and a second kernel adds the parts up in a fixed order.
@@ -42,6 +42,7 @@ def launches(site: Site, way: Way) -> tuple[Launch, ...]:
         "WINDOW": site.window.numbers(),
         "IS_POINT": site.window.is_point,
         "GATHERED": way.family == "gathered",
+        "LINEAR": way.family == "linear",
         "BEFORE": site.before,
         "PRECISION": way.precision or "ieee",
         "PIXELS": count,
@@ -83,6 +84,7 @@ def _convolution(  # type: ignore[no-untyped-def]
     WINDOW: tl.constexpr,
     IS_POINT: tl.constexpr,
     GATHERED: tl.constexpr,
+    LINEAR: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ADDS: tl.constexpr,
     BEFORE: tl.constexpr,
@@ -137,11 +139,13 @@ def _convolution(  # type: ignore[no-untyped-def]
                 other=0.0,
             )
             values = _operand(values, BEFORE, PRECISION)
-            matrix = tl.load(
-                weight + (tap * CHANNELS + channel)[:, None] * RESULT[3] + of_result[None, :],
-                mask=is_there[:, None] & is_made[None, :],
-                other=0.0,
-            )
+            if LINEAR:
+                of_weight = channel[:, None] + of_result[None, :] * CHANNELS
+            else:
+                of_weight = (tap * CHANNELS + channel)[:, None] * RESULT[3] + of_result[None, :]
+            matrix = tl.load(weight + of_weight, mask=is_there[:, None] & is_made[None, :], other=0.0)
+            if LINEAR:
+                matrix = _operand(matrix, "", PRECISION)
             total = tl.dot(values, matrix, total, input_precision=PRECISION)
     if HAS_BIAS:
         total += tl.load(bias + of_result, mask=is_made, other=0.0).to(tl.float32)[None, :]

@@ -23,13 +23,20 @@ _SCHEMA = (
     "convolve(Tensor x, Tensor weight, Tensor? bias, Tensor? added, int[8] window, "
     "str before, str after, str config) -> Tensor"
 )
+_LINEAR = ("linear", "rows")
+"""Families that read a weight as linear layers have it."""
 _library = torch.library.Library("torch_nimble", "DEF")  # type: ignore[no-untyped-call]
 _library.define(_SCHEMA, tags=(torch.Tag.needs_exact_strides,))  # type: ignore[no-untyped-call]
 
 
 def lay_out(weight: Tensor, kind: Kind, to_tf32: bool = False) -> Tensor:
-    """A weight as kernels want it: window by channels, or window and channels by channels made."""
+    """A weight as kernels want it: window by channels, or window and channels by channels made.
+
+    That of a linear layer stays as it is: it may be large, and a second one would have to be kept.
+    """
     made, channels = weight.shape[:2]
+    if kind == "linear":
+        return weight.reshape(made, channels).contiguous()
     if kind == "depthwise":
         return weight.reshape(made, -1).t().contiguous()
     places = weight.reshape(made, channels, -1).permute(2, 1, 0)
@@ -61,12 +68,14 @@ def site_of(
 ) -> Site:
     """What the operator is asked to compute."""
     images, channels, height, width = x.shape
+    family = Way.parse(config).family
+    kind: Kind = "depthwise" if family == "depthwise" else "linear" if family in _LINEAR else "dense"
     return Site(
         image=(images, channels, height, width),
-        made=weight.shape[1],
+        made=weight.shape[0 if kind == "linear" else 1],
         window=Window.from_numbers(tuple(window)),
         dtype=str(x.dtype).removeprefix("torch."),
-        kind="depthwise" if config.startswith("depthwise") else "dense",
+        kind=kind,
         before=before,
         after=after,
         has_bias=bias is not None,
@@ -79,7 +88,8 @@ def launches_of(site: Site, config: str) -> tuple[Launch, ...]:
     from torch_nimble.kernels import convolution, depthwise, vector
 
     way = Way.parse(config)
-    family = {"depthwise": depthwise, "vector": vector}.get(way.family, convolution)
+    families = {"depthwise": depthwise, "vector": vector, "rows": vector}
+    family = families.get(way.family, convolution)
     launches: tuple[Launch, ...] = family.launches(site, way)
     return launches
 
@@ -134,9 +144,17 @@ def _convolve(
     bias = weight if bias is None else bias  # not looked at then
     added = result if added is None else added
     for launch in launches_of(site, rest[-1]):
-        several = (launch.parts, result.numel())
-        out = torch.empty(several, device=x.device) if launch.parts > 1 else result
-        launch.kernel[launch.grid](x, weight, bias, added, out, **launch.constants)
+        out = result
+        if launch.parts > 1:
+            several = (launch.parts, result.numel())
+            out = torch.empty(several, dtype=torch.float32, device=x.device)
+        try:
+            launch.kernel[launch.grid](x, weight, bias, added, out, **launch.constants)
+        except Exception as reason:  # Triton's own errors have no base that is torch's, too
+            said = str(reason).strip().splitlines()[:1]
+            raise RuntimeError(
+                f"the kernel {rest[-1]} for {site} cannot be launched: {type(reason).__name__}: {said}"
+            ) from reason
         x = out
     return result
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
+from torch_nimble.errors import PlanError
+
 Kind = Literal["dense", "depthwise", "linear"]
 """Every channel of the result from all of the image's; each from one; a linear layer, whose rows are
 images of one pixel."""
@@ -21,6 +23,9 @@ BEFORE = ACTIVATIONS[:-1]
 """Those that may come before a convolution: they are zero at zero, as the padding of images is."""
 
 DTYPES = ("float16", "bfloat16", "float32")
+_NUMBERS = {"depthwise": 3, "vector": 3, "rows": 3, "convolution": 6, "gathered": 6, "linear": 6}
+"""How many there are in a config of each family."""
+_PRECISIONS = ("", "tf32", "tf32x3", "ieee")
 _BY_MATRIX_UNIT = ("convolution", "gathered", "linear")
 _FAST = 3
 _FEW_PIXELS = 4
@@ -100,6 +105,41 @@ class Site:
         words += [name for name in ("bias" * self.has_bias, "sum" * self.adds, self.after) if name]
         return " ".join(words)
 
+    @classmethod
+    def parse(cls, text: str) -> Site:
+        """The site of that name."""
+        shape, dtype, *words = text.split()
+        sizes = [int(number) for number in shape.split("×")]
+        kind: Kind = "depthwise" if words[0] == "depthwise" else "dense"
+        made = sizes[1] if kind == "depthwise" else int(words[1])
+        form, *words = words[1 if kind == "depthwise" else 2 :]
+        if form == "linear":
+            kind, form = "linear", "1×1"
+        geometry = {"kernel": _pair(form)}
+        while words and words[0] in ("stride", "padding", "dilation"):
+            geometry[words[0]] = _pair(words[1])
+            words = words[2:]
+        before = words[0] if words[1:2] == ["before"] else ""
+        ends = words[2:] if before else words
+        after = [word for word in ends if word not in ("bias", "sum")]
+        images, channels, height, width = (*sizes, 1, 1)[:4]
+        return cls(
+            (images, channels, height, width),
+            made,
+            Window(**geometry),
+            dtype,
+            kind,
+            before,
+            after[0] if after else "",
+            "bias" in ends,
+            "sum" in ends,
+        )
+
+
+def _pair(text: str) -> tuple[int, int]:
+    first, second = map(int, text.split("×"))
+    return first, second
+
 
 @dataclass(frozen=True)
 class Tuned:
@@ -124,10 +164,14 @@ class Way(NamedTuple):
 
     @classmethod
     def parse(cls, config: str) -> Way:
-        """Such as `convolution-tf32/16/32/64/4/3/1`."""
-        name, *numbers = config.split("/")
+        """Such as `convolution-tf32/16/32/64/4/3/1`; PlanError for what is not known."""
+        name, *texts = config.split("/")
         family, _, precision = name.partition("-")
-        return cls(family, precision, tuple(map(int, numbers)))
+        numbers = [int(text) for text in texts if text.isdecimal()]
+        is_whole = len(texts) == len(numbers) == _NUMBERS.get(family) and min(numbers) > 0
+        if not is_whole or precision not in _PRECISIONS:
+            raise PlanError(f"there is no kernel {config!r}; was it chosen by another version?")
+        return cls(family, precision, tuple(numbers))
 
 
 def configs(site: Site, effort: Effort, may_round: bool = False) -> tuple[str, ...]:
@@ -181,7 +225,7 @@ def _dense(site: Site) -> Iterator[str]:
     pixels = rows * columns * site.image[0]
     taps = site.window.kernel[0] * site.window.kernel[1]
     if pixels <= _FEW_PIXELS and site.window.is_point:
-        most = _power(site.image[1])
+        most, few = _power(site.image[1]), "rows" if site.kind == "linear" else "vector"
         for numbers in (
             (8, 1024, 4),
             (16, 512, 4),
@@ -190,8 +234,8 @@ def _dense(site: Site) -> Iterator[str]:
             (32, 256, 4),
             (16, 1024, 8),
         ):
-            yield f"vector/{numbers[0]}/{min(most, numbers[1])}/{numbers[2]}"
-    if site.image[1] < 2 * _SMALLEST_SUM:
+            yield f"{few}/{numbers[0]}/{min(most, numbers[1])}/{numbers[2]}"
+    if site.image[1] < 2 * _SMALLEST_SUM and site.kind != "linear":
         summed = min(64, max(_SMALLEST_SUM, _power(taps * site.image[1])))
         made = min(64, max(16, _power(site.made)))
         for numbers in ((64, made, 4), (32, made, 4), (128, made, 4), (128, made, 8), (64, 16, 4)):
@@ -225,8 +269,8 @@ def _dense(site: Site) -> Iterator[str]:
     ]
     ordered = [*whole[:1], *cut[:2], *whole[1:], *cut[2:]]
     for a, b, c, parts in ordered:
-        if c <= max(_SMALLEST_SUM, _power(site.image[1])):
-            yield f"{family}/{a}/{b}/{c}/{8 if a * b >= 128 * 64 else 4}/{stages}/{parts}"
+        c = min(c, max(_SMALLEST_SUM, _power(site.image[1])))
+        yield f"{family}/{a}/{b}/{c}/{8 if a * b >= 128 * 64 else 4}/{stages}/{parts}"
 
 
 def _power(number: int) -> int:

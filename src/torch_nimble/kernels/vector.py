@@ -2,7 +2,8 @@
 
 A matrix unit would spend 16 rows on one. Every program takes one pixel and a few channels to make, and
 reads what they need at once. Floor: to read the weights once. Two to three microseconds, where a library
-takes four to nine. Sums are exact in float32, whatever products may be rounded to.
+takes four to nine. Sums are exact in float32, whatever products may be rounded to. `rows` is the family
+for linear layers, whose weights are read as they are.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ def launches(site: Site, way: Way) -> tuple[Launch, ...]:
     images, channels, height, width = site.image
     constants = {
         "CHANNELS": channels,
+        "LINEAR": way.family == "rows",
         "RESULTS": site.made,
         "HAS_BIAS": site.has_bias,
         "ADDS": site.adds,
@@ -40,6 +42,7 @@ def _vector(  # type: ignore[no-untyped-def]
     added,
     out,
     CHANNELS: tl.constexpr,
+    LINEAR: tl.constexpr,
     RESULTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ADDS: tl.constexpr,
@@ -57,11 +60,11 @@ def _vector(  # type: ignore[no-untyped-def]
         is_there = channel < CHANNELS
         values = tl.load(x + pixel * CHANNELS + channel, mask=is_there, other=0.0)
         values = activate(values.to(tl.float32), BEFORE)
-        matrix = tl.load(
-            weight + channel[:, None] * RESULTS + of_result[None, :],
-            mask=is_there[:, None] & is_made[None, :],
-            other=0.0,
-        )
+        if LINEAR:
+            of_weight = channel[:, None] + of_result[None, :] * CHANNELS
+        else:
+            of_weight = channel[:, None] * RESULTS + of_result[None, :]
+        matrix = tl.load(weight + of_weight, mask=is_there[:, None] & is_made[None, :], other=0.0)
         total += tl.sum(values[:, None] * matrix.to(tl.float32), axis=0)
     if HAS_BIAS:
         total += tl.load(bias + of_result, mask=is_made, other=0.0).to(tl.float32)

@@ -20,7 +20,7 @@ from torch import fx
 from torch_nimble.capture import Captured
 from torch_nimble.capture.failure import origin
 from torch_nimble.errors import LoweringError
-from torch_nimble.kernels.sites import Tuned
+from torch_nimble.kernels.sites import Tuned, configs
 from torch_nimble.lower.constants import FOLD_FREELY_BYTES, refs
 from torch_nimble.lower.observe import (
     Copied,
@@ -33,7 +33,7 @@ from torch_nimble.lower.observe import (
     storage_of,
     tensors_in,
 )
-from torch_nimble.lower.passes import run_passes
+from torch_nimble.lower.passes import run_passes, select
 from torch_nimble.lower.program import GENERATOR, Call, InputSlot, Output, Program
 from torch_nimble.regions import Region
 from torch_nimble.taskgraph import Buffer, BufferKind, Layout, Task, TaskGraph
@@ -68,6 +68,19 @@ def lower(
     if device is not None:
         lowering.refuse_other_devices(device)
     return lowering.result(layout, passes)
+
+
+def lower_layers(captured: Captured) -> Lowered:
+    """Tasks much as on a GPU: a layer and what surrounds it are one. To look at, not to run."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(captured.graph, {}))
+    frozen = frozenset(captured.constants) - captured.mutated
+    passes = run_passes(graph, frozen, "channels-last", fused=True)
+    sites = {found.site for found in select.find_sites(graph, frozen)}
+    chosen = {str(site): configs(site, "fast")[0] for site in sites}
+    passes["use_kernels"] = sum(select.use_kernels(graph, frozen, chosen).values())
+    graph.eliminate_dead_code()
+    return _Lowering(captured, graph).result("channels-last", passes)
 
 
 class _Lowering:

@@ -155,14 +155,24 @@ def report_of(
     )
 
 
-def report_of_plan(name: str, graph: TaskGraph, plan: Plan) -> Report:
+def report_of_plan(
+    name: str,
+    graph: TaskGraph,
+    plan: Plan,
+    *,
+    timeline: Timeline | None = None,
+    device: str = "",
+    notes: tuple[str, ...] = (),
+) -> Report:
     """The report of a plan that is not run, its times simulated; a file is named without its folder."""
     return Report(
         model=Path(name).name if name.endswith(".json") else name,
         graph=graph,
         plan=plan,
-        timeline=simulate(graph, plan),
+        timeline=timeline or simulate(graph, plan),
         times="simulated",
+        notes=notes,
+        device=device,
         versions=versions(),
     )
 

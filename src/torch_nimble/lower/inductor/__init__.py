@@ -123,7 +123,11 @@ def in_workers(function: Callable[..., None], calls: Sequence[tuple[Any, ...]]) 
 
     if async_compile.get_compile_threads() <= 1:
         return
-    pool = async_compile.AsyncCompile.process_pool()
+    try:
+        pool = async_compile.AsyncCompile.process_pool()
+    except RuntimeError as reason:  # not where processes may have no children
+        log.info("kernels are compiled one after another: %s", first_line(reason))
+        return
     futures = [pool.submit(function, *arguments) for arguments in calls]
     for future, arguments in zip(futures, calls, strict=True):
         error = future.exception()
@@ -136,13 +140,6 @@ def kernel_cache(device: torch.device) -> Path:
     from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
 
     return Path(os.environ.setdefault("TRITON_CACHE_DIR", triton_cache_dir(device.index or 0)))
-
-
-def cachecache_folder() -> Path:
-    """Where what was compiled and measured is remembered."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return Path(cache_dir()) / "torch_nimble"
 
 
 def cache_folder() -> Path:
@@ -196,7 +193,13 @@ def lower(
     try:
         passes = run_passes(graph, frozen, layout, fused=True)
         if kernels:
-            passes["use_kernels"] = sum(select.use_kernels(graph, frozen, kernels).values())
+            used = select.use_kernels(graph, frozen, kernels)
+            strange = kernels.keys() - used.keys()
+            if strange:
+                raise LoweringError(
+                    f"there are kernels for {min(strange)!r}, which the model does not have"
+                )
+            passes["use_kernels"] = sum(used.values())
             graph.eliminate_dead_code()
         split = split_constants(captured, graph)
     except (RuntimeError, ValueError) as error:

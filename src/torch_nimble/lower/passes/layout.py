@@ -52,7 +52,7 @@ def lay_out_weights(graph: fx.Graph, constants: frozenset[str]) -> int:
     Results of convolutions follow their weights. Views of them may have to copy then, which is not
     the same where one is written: such a graph is left as it is.
     """
-    if any(_writes_through_a_view(node) for node in graph.nodes):
+    if keeps_layouts(graph):
         return 0
     changed = 0
     for node in list(graph.nodes):
@@ -65,6 +65,11 @@ def lay_out_weights(graph: fx.Graph, constants: frozenset[str]) -> int:
     if changed:
         _free_views(graph)
     return changed
+
+
+def keeps_layouts(graph: fx.Graph) -> bool:
+    """Whether something depends on how results lie: a view that is written, or what reads memory."""
+    return any(node.target in _LAYOUT_READERS or _writes_through_a_view(node) for node in graph.nodes)
 
 
 def _writes_through_a_view(node: fx.Node) -> bool:
@@ -103,6 +108,11 @@ def _restore_results(graph: fx.Graph) -> None:
 def channels_last(tensor: torch.Tensor) -> torch.Tensor:
     """The same image or weight in channels-last memory; itself if it lies so already."""
     return tensor.contiguous(memory_format=torch.channels_last)
+
+
+def contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values one after another; itself if they lie so already."""
+    return tensor.contiguous()
 
 
 def reshape(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

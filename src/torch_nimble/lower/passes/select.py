@@ -5,15 +5,15 @@ and for what can be part of their kernel: an activation before, a tensor to add,
 `use_kernels` puts our operator where a kernel of ours was chosen. What is tried, and what wins, is not
 decided here.
 
-Graphs need not be functional: a value is read at another time than before only if nobody writes it in
-between. A tensor is added inside of a kernel only if the convolution depends on it anyway. Otherwise
+Graphs need not be functional: a value is read at another time than before only if nobody writes anything
+in between. A tensor is added inside of a kernel only if the convolution depends on it anyway. Otherwise
 that would make one of two branches wait for the other.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import fx
 
 from torch_nimble.kernels.operator import convolve, lay_out
 from torch_nimble.kernels.sites import BEFORE, DTYPES, LIBRARY, Site, Way, Window
-from torch_nimble.lower.passes.layout import channels_last, reshape
+from torch_nimble.lower.passes.layout import channels_last, contiguous, keeps_layouts, reshape
 
 _aten = torch.ops.aten
 _CONVOLUTIONS = frozenset([_aten.conv2d.default, _aten.convolution.default])
@@ -41,6 +41,7 @@ _ACTIVATIONS = {
 _CLAMPS = frozenset([_aten.hardtanh.default, _aten.hardtanh_.default])
 _MOST_ROWS = 512
 """Of a linear layer: libraries know how to multiply large matrices."""
+_MOST_NUMBERS = 2**31
 _SUMS = frozenset([_aten.add.Tensor, _aten.add_.Tensor])
 
 
@@ -77,7 +78,6 @@ def _replace(graph: fx.Graph, found: Found, config: str, instead: Mapping[fx.Nod
     """Our operator instead of what was found; `instead` has those that others were replaced by."""
     node, site = found.nodes[0], found.site
     bias = node.args[2] if len(node.args) > 2 else None
-
     is_linear = site.kind == "linear"
     value = found.nodes[-1].meta["val"]
 
@@ -93,15 +93,17 @@ def _replace(graph: fx.Graph, found: Found, config: str, instead: Mapping[fx.Nod
     with graph.inserting_before(node):
         rounded = Way.parse(config).precision == "tf32"
         weight = graph.call_function(lay_out, (node.args[1], site.kind, rounded))
+        if bias is not None:
+            bias = graph.call_function(contiguous, (bias,))
         images = laid_out(found.x), laid_out(found.added)
         window = list(site.window.numbers())
         made = graph.call_function(
             convolve, (images[0], weight, bias, images[1], window, site.before, site.after, config)
         )
-        made.meta = {**node.meta, "val": value}
+        made.meta = dict(node.meta)
         if is_linear:
             made = graph.call_function(reshape, (made, tuple(value.shape)))
-            made.meta = {**node.meta, "val": value}
+        made.meta = {**node.meta, "val": value}
     found.nodes[-1].replace_all_uses_with(made)
     for part in reversed(found.nodes):
         graph.erase_node(part)
@@ -113,6 +115,8 @@ class _Search:
 
     def __init__(self, graph: fx.Graph, constants: frozenset[str]) -> None:
         self._position = {node: i for i, node in enumerate(graph.nodes)}
+        self._writes = [i for node, i in self._position.items() if _is_mutable(node)]
+        self._keeps_layouts = keeps_layouts(graph)
         self._taken: set[fx.Node] = set()  # parts of sites that were found
         self._constant: set[fx.Node] = set()
         for node in graph.nodes:
@@ -141,14 +145,14 @@ class _Search:
 
     def _convolution(self, node: fx.Node) -> Site | None:
         """The site of a convolution alone."""
-        if node.target not in _CONVOLUTIONS or any(isinstance(a, str) for a in node.args):
+        if node.target not in _CONVOLUTIONS or self._keeps_layouts:
             return None
         x, weight, bias, stride, padding, dilation, groups = _arguments(node)
         if not isinstance(x, fx.Node) or not self._constant.issuperset({weight, bias} - {None}):
             return None
         image, result = x.meta["val"], node.meta["val"]
         size = _shape(weight)
-        if image.dim() != 4 or size is None or 0 in (*image.shape, *result.shape):
+        if image.dim() != 4 or size is None or not _is_addressable(image.shape, result.shape, size):
             return None
         is_depthwise = groups == image.shape[1] == size[0] and size[1] == 1 < groups
         dtype = str(image.dtype).removeprefix("torch.")
@@ -175,7 +179,9 @@ class _Search:
         dtype = str(value.dtype).removeprefix("torch.")
         if size is None or dtype not in DTYPES or node.meta["val"].dtype != value.dtype:
             return None
-        if len(size) != 2 or value.dim() < 2 or not 0 < rows <= _MOST_ROWS or 0 in size:
+        if len(size) != 2 or value.dim() < 2 or not 0 < rows <= _MOST_ROWS:
+            return None
+        if not _is_addressable(value.shape, node.meta["val"].shape, size):
             return None
         has_bias = bias not in ([], [None])
         image = (rows, size[1], 1, 1)
@@ -189,7 +195,7 @@ class _Search:
         source = x.args[0] if kind else None
         if kind not in BEFORE or not isinstance(source, fx.Node) or _is_mutable(x) or x in self._taken:
             return x, ""
-        return (x, "") if self._is_written(source, x, node) else (source, kind)
+        return (x, "") if self._anything_written(x, node) else (source, kind)
 
     def _added(self, sum_: fx.Node, node: fx.Node) -> fx.Node | None:
         """What is added to a convolution, if its kernel can do that."""
@@ -206,25 +212,14 @@ class _Search:
             return None
         if (value.shape, value.dtype) != (wanted.shape, wanted.dtype):
             return None
-        if not _depends(node, other) or self._is_written(other, node, sum_):
+        if not _depends(node, other) or self._anything_written(node, sum_):
             return None
         return other
 
-    def _is_written(self, node: fx.Node, after: fx.Node, before: fx.Node) -> bool:
-        """Whether anybody writes memory that a value may lie in, between two nodes."""
-        root = node
-        while _aliases(root) and root.args and isinstance(root.args[0], fx.Node):
-            root = root.args[0]
-        seen, todo = {root}, [root]
+    def _anything_written(self, after: fx.Node, before: fx.Node) -> bool:
+        """Whether anybody writes between two nodes. Whose memory that is cannot always be told."""
         span = range(self._position[after] + 1, self._position[before])
-        while todo:
-            for user in todo.pop().users:
-                if _is_mutable(user) and self._position[user] in span:
-                    return True
-                if _aliases(user) and user not in seen:
-                    seen.add(user)
-                    todo.append(user)
-        return False
+        return any(i in span for i in self._writes)
 
 
 def _arguments(node: fx.Node) -> tuple[Any, ...]:
@@ -236,6 +231,11 @@ def _arguments(node: fx.Node) -> tuple[Any, ...]:
         return (*given[:6], 0 if is_transposed else groups)
     given += usual[len(given) :] if len(given) < len(usual) else []
     return (*given[:6], given[6] if len(given) > 6 else 1)
+
+
+def _is_addressable(*shapes: Sequence[int]) -> bool:
+    """Whether there is anything, and not more than kernels can count."""
+    return all(0 < math.prod(shape) < _MOST_NUMBERS for shape in shapes)
 
 
 def _pair(value: Any) -> tuple[int, int]:
@@ -281,9 +281,3 @@ def _depends(node: fx.Node, other: fx.Node) -> bool:
 def _is_mutable(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     return schema is not None and bool(schema.is_mutable)
-
-
-def _aliases(node: fx.Node) -> bool:
-    """Whether a node's value may lie in memory of what it is given."""
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(result.alias_info for result in schema.returns)

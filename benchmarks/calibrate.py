@@ -1,0 +1,206 @@
+"""Fit the numbers of a GPU's cost model to a record of benchmarks, and say how far off they are.
+
+    python benchmarks/calibrate.py benchmarks/results/h200.jsonl h200
+
+Half of the networks that the record has with all their kernels' times, every other by name, are fitted
+to. The other half says how good that is: what one stream and the chosen plan would take against what
+they took, and whether each pair of candidates is in the right order. Writes NAME.json into
+src/torch_nimble/estimate. Needs no GPU, and some minutes: every network is captured.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torch_nimble.estimate.costs import FAMILIES, Gpu, Rates, Work, estimated, fit, layer_work, work_of
+from torch_nimble.estimate.fusing import fuse
+from torch_nimble.kernels.sites import Site
+from torch_nimble.planning import gpu_taskgraph
+from torch_nimble.plans import Plan
+from torch_nimble.schedule import critical_first, lanes, max_concurrency, serial
+from torch_nimble.targets import load_target
+from torch_nimble.taskgraph import TaskGraph
+
+ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4}
+# Kernels of Inductor's by the first words of their names, as the record counts them.
+KERNELS = {"triton_poi": "elementwise", "triton_red": "reduction", "triton_per": "reduction"}
+DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+WAITS_US = np.arange(0.0, 2.01, 0.5)
+FILLS = 2.0 ** np.arange(16, 22)
+Json = dict[str, Any]
+
+
+class Network:
+    """One network of the record: what was measured, and its tasks as they are estimated."""
+
+    def __init__(self, line: Json) -> None:
+        self.name = f"{line['target']} {line['dtype']}"
+        explained = line["systems"]["nimble"]["explained"]
+        self.kernels, self.kinds = explained["kernels"], explained["kinds"]
+        self.measured = {
+            c["name"].removesuffix(", channels-last"): c["median_us"]
+            for c in explained["candidates"]
+            if c["median_us"] is not None
+        }
+        self.chosen = explained["chosen"].removesuffix(", channels-last")
+        found = load_target(line["target"], (), DTYPES[line["dtype"]])
+        self.graph = fuse(gpu_taskgraph(found.model, found.args, found.kwargs))
+
+    def layers(self) -> Iterable[tuple[Work, float, int]]:
+        """What was measured of layers, and how many there are of each."""
+        for kernel in self.kernels:
+            site = Site.parse(kernel["site"])
+            work = layer_work(
+                site.image,
+                site.made,
+                site.window.kernel[0] * site.window.kernel[1],
+                site.window.size(*site.image[2:]),
+                ITEMSIZES[site.dtype],
+                site.kind == "depthwise",
+            )
+            yield work, kernel["times_us"][kernel["chosen"]], kernel["count"]
+
+    def others(self) -> Iterable[tuple[Work, float, int]]:
+        """Kernels of Inductor's: the mean of each family, which is all that the record has."""
+        buffers = {buffer.name: buffer for buffer in self.graph.buffers}
+        works = [work_of(task, buffers) for task in self.graph.tasks]
+        for family in ("elementwise", "reduction"):
+            taken = [
+                self.kinds[kind] for kind, own in KERNELS.items() if own == family and kind in self.kinds
+            ]
+            count, total = (sum(numbers) for numbers in zip(*taken, strict=True)) if taken else (0, 0.0)
+            own = [work.nbytes for work in works if work.family == family]
+            if count and own:
+                yield Work(family, statistics.mean(own)), total / count, int(count)
+
+    def simulated(self, gpu: Gpu) -> dict[str, float]:
+        """What each candidate would take."""
+        graph = estimated(self.graph, gpu)
+        plans = {name: plan_of(graph, name) for name in self.measured}
+        return {
+            name: gpu.timeline(graph, plan).total_us for name, plan in plans.items() if plan is not None
+        }
+
+
+def plan_of(graph: TaskGraph, name: str) -> Plan | None:
+    """The plan of a candidate by its name in the record."""
+    base, _, first = name.partition(", ")
+    if base == "serial":
+        return serial(graph)
+    if base.endswith(" lanes"):
+        plan = lanes(graph, int(base.split()[0]))
+    elif base == "max-concurrency":
+        plan = max_concurrency(graph)
+    else:
+        return None
+    return critical_first(graph, plan) if first else plan
+
+
+def fitted(networks: Sequence[Network], name: str) -> Gpu:
+    """The numbers that come closest to these networks."""
+    seen = [one for network in networks for one in (*network.layers(), *network.others())]
+    rates: dict[str, Rates] = {}
+    for family in FAMILIES:
+        own = [one for one in seen if one[0].family == family]
+        if own:
+            works, times, counts = zip(*own, strict=True)
+            rates[family] = fit(works, times, counts)
+    # What no network of the record leaves to libraries is taken for a layer of ours.
+    rates |= {family: rates["layer"] for family in FAMILIES if family not in rates}
+    made = [
+        Gpu(name, rates, float(wait), float(fills), {})
+        for wait, fills in itertools.product(WAITS_US, FILLS)
+    ]
+    return min(made, key=lambda gpu: statistics.mean(map(abs, gains_off(networks, gpu))))
+
+
+def gains_off(networks: Sequence[Network], gpu: Gpu) -> list[float]:
+    """By how much what several streams gain over one is off, for each such candidate."""
+    found = []
+    for network in networks:
+        simulated = network.simulated(gpu)
+        for name in simulated:
+            if name != "serial":
+                measured = network.measured[name] / network.measured["serial"]
+                found.append(simulated[name] / simulated["serial"] / measured - 1)
+    return found or [0.0]
+
+
+def errors(networks: Sequence[Network], gpu: Gpu, which: str) -> list[float]:
+    """By how much of what was measured each network's estimate is off."""
+    found = []
+    for network in networks:
+        name = network.chosen if which == "chosen" else "serial"
+        found.append(network.simulated(gpu)[name] / network.measured[name] - 1)
+    return found
+
+
+def order(networks: Sequence[Network], gpu: Gpu) -> float:
+    """The share of pairs of candidates, measured to differ by more than noise, that are in order."""
+    right = []
+    for network in networks:
+        simulated = network.simulated(gpu)
+        for a, b in itertools.combinations(simulated, 2):
+            if abs(network.measured[a] / network.measured[b] - 1) > 0.02:
+                slower = network.measured[a] > network.measured[b]
+                right.append(slower == (simulated[a] > simulated[b]))
+    return statistics.mean(right) if right else 1.0
+
+
+def summary(networks: Sequence[Network], gpu: Gpu) -> Json:
+    """How far off the numbers are on these networks."""
+    off = {which: [abs(e) for e in errors(networks, gpu, which)] for which in ("serial", "chosen")}
+    return {
+        "networks": [network.name for network in networks],
+        **{f"{which}_median": round(statistics.median(es), 4) for which, es in off.items()},
+        **{f"{which}_worst": round(max(es), 4) for which, es in off.items()},
+        "candidates_in_order": round(order(networks, gpu), 4),
+    }
+
+
+def main(record: str, name: str) -> None:
+    lines = [json.loads(line) for line in Path(record).read_text(encoding="utf-8").splitlines()]
+    usable = {(line["target"], line["dtype"]): line for line in lines if is_usable(line)}
+    networks = [Network(usable[key]) for key in sorted(usable)]
+    known, new = networks[::2], networks[1::2]
+    gpu = fitted(known, name)
+    said = {"record": Path(record).name, "fitted_to": summary(known, gpu), "others": summary(new, gpu)}
+    gpu = replace(gpu, said=said)
+    out = Path(__file__).parents[1] / "src" / "torch_nimble" / "estimate" / f"{name}.json"
+    out.write_text(json.dumps(gpu.to_dict(), indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(gpu.to_dict(), indent=1))
+    for network in networks:
+        simulated = network.simulated(gpu)
+        print(
+            network.name,
+            {
+                c: (round(simulated[c]), round(us))
+                for c, us in network.measured.items()
+                if c in simulated
+            },
+        )
+
+
+def is_usable(line: Mapping[str, Any]) -> bool:
+    """A speed at batch 1 with the times of our kernels."""
+    explained = (line.get("systems") or {}).get("nimble", {}).get("explained") or {}
+    return (
+        line.get("measure") == "speed"
+        and line.get("batch") == 1
+        and not line.get("load")
+        and "error" not in line
+        and bool(explained.get("kernels"))
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,233 @@
+"""A time for each task of a GPU, by what it moves and computes.
+
+A kernel takes a launch, the latency of the steps it takes one after another, and the time to move its
+bytes and to compute: floor + step × depth + byte × bytes + operation × operations, with numbers for each
+family of kernels, fitted to what was measured (`fit`). benchmarks/calibrate.py makes the files beside
+this module.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torch_nimble.errors import OptionError
+from torch_nimble.estimate.sharing import simulate_shared
+from torch_nimble.plans import Plan
+from torch_nimble.regions import Region
+from torch_nimble.report.kinds import kind_of
+from torch_nimble.schedule import Timeline
+from torch_nimble.taskgraph import Buffer, Task, TaskGraph
+
+FAMILIES = ("layer", "depthwise", "product", "attention", "reduction", "elementwise")
+_LEAST_US = 1.0
+_FILES = Path(__file__).parent
+GPUS = tuple(sorted(path.stem for path in _FILES.glob("*.json")))
+"""Those that there are numbers for."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a kernel has to do."""
+
+    family: str
+    nbytes: float
+    """Read and written."""
+    operations: float = 0.0
+    depth: float = 0.0
+    """How many products are summed up for one result, one after another."""
+    results: float = 0.0
+    """How many numbers it makes: the more, the more of the GPU it can use at once."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Microseconds of a family of kernels: for a launch, a step, a byte and an operation."""
+
+    floor: float
+    step: float = 0.0
+    byte: float = 0.0
+    operation: float = 0.0
+
+    def us(self, work: Work) -> float:
+        """What that work takes."""
+        return (
+            self.floor
+            + self.step * work.depth
+            + self.byte * work.nbytes
+            + self.operation * work.operations
+        )
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Numbers for one kind of GPU, and how far off they were where they were tried."""
+
+    name: str
+    rates: Mapping[str, Rates]
+    wait_us: float
+    """What it takes until a stream goes on that waited for another."""
+    fills: float
+    """How many results at a time take all of it."""
+    said: Mapping[str, Any]
+    """Which networks the numbers were fitted to, and the errors on the others."""
+
+    def account(self) -> str:
+        """How far off the numbers are, in a sentence."""
+        others = self.said["others"]
+        return (
+            f"times are those of a cost model of {self.name}; on {len(others['networks'])} networks "
+            f"that it was not fitted to, it is off by {others['chosen_median']:.0%} in the median "
+            f"and by {others['chosen_worst']:.0%} at worst"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON object that `from_dict` reads back."""
+        rates = {family: asdict(rates) for family, rates in self.rates.items()}
+        numbers = {"wait_us": self.wait_us, "fills": self.fills}
+        return {"name": self.name, "rates": rates, **numbers, "said": dict(self.said)}
+
+    def timeline(self, graph: TaskGraph, plan: Plan) -> Timeline:
+        """When each task of a graph with costs would run."""
+        buffers = {buffer.name: buffer for buffer in graph.buffers}
+        shares = {
+            task.name: min(1.0, work_of(task, buffers).results / self.fills) for task in graph.tasks
+        }
+        return simulate_shared(graph, plan, shares, self.wait_us)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Gpu:
+        """The numbers of a JSON object."""
+        rates = {family: Rates(**one) for family, one in data["rates"].items()}
+        return cls(data["name"], rates, data["wait_us"], data["fills"], data["said"])
+
+
+def load_gpu(name: str) -> Gpu:
+    """The numbers for a GPU by its short name; OptionError if there are none."""
+    if name not in GPUS:
+        raise OptionError(f"--simulate {name!r} is not known; there are numbers for {', '.join(GPUS)}")
+    return Gpu.from_dict(json.loads((_FILES / f"{name}.json").read_text(encoding="utf-8")))
+
+
+def estimated(graph: TaskGraph, gpu: Gpu) -> TaskGraph:
+    """The graph with a cost for each task."""
+    buffers = {buffer.name: buffer for buffer in graph.buffers}
+    works = [work_of(task, buffers) for task in graph.tasks]
+    return graph.with_costs([gpu.rates[work.family].us(work) for work in works])
+
+
+# -------------------------------------------------------------------- what a task has to do
+
+
+def work_of(task: Task, buffers: Mapping[str, Buffer]) -> Work:
+    """The work of a task, by its kind and by what it touches."""
+    moved = sum(_nbytes(region, buffers) for region in (*task.reads, *task.writes))
+    results = sum(_count(region, buffers) for region in task.writes)
+    shapes = [_sizes(region, buffers) for region in task.reads]
+    if "convolve" in task.kind:
+        return _layer(shapes, results, moved)
+    kind = kind_of(task.kind)
+    if kind in ("matrix product", "convolution"):
+        depth = _depth(shapes)
+        return Work("product", moved, 2.0 * results * depth, depth, results)
+    if kind == "attention":
+        # Two products, each as long as what they are of: queries by keys, and that by values.
+        keys = max((shape[-2] for shape in shapes if len(shape) > 2), default=1)
+        return Work("attention", moved, 4.0 * results * keys, keys, results)
+    family = "reduction" if kind in ("reduction", "normalisation", "pooling") else "elementwise"
+    return Work(family, moved, results=results)
+
+
+def layer_work(
+    image: Sequence[int], made: int, taps: int, size: Sequence[int], itemsize: int, is_depthwise: bool
+) -> Work:
+    """The work of a convolution or linear layer: the image's shape, the result's rows and columns."""
+    images, channels = image[:2]
+    results = images * made * math.prod(size)
+    depth = taps if is_depthwise else taps * channels
+    weights = taps * channels * (1 if is_depthwise else made)
+    moved = itemsize * (math.prod(image) + results + weights)
+    family = "depthwise" if is_depthwise else "layer"
+    return Work(family, moved, 2.0 * results * depth, depth, results)
+
+
+def _layer(shapes: Sequence[tuple[int, ...]], results: float, moved: float) -> Work:
+    """Our operator: its image and its weight, which is window and channels by channels made.
+
+    The weight of a linear layer, whose rows are images of one pixel, lies the other way round.
+    """
+    image, *rest = shapes
+    is_image = len(image) == 4 and image[2:] != (1, 1)
+    channels = image[1] if len(image) == 4 else image[-1]
+    weight = next((shape for shape in rest if len(shape) == 2), (1, 1))
+    is_depthwise = is_image and weight[1] == channels and weight[0] % channels != 0
+    depth = float(weight[0] if is_image else channels)
+    family = "depthwise" if is_depthwise else "layer"
+    return Work(family, moved, 2.0 * results * depth, depth, results)
+
+
+def _depth(shapes: Sequence[tuple[int, ...]]) -> float:
+    """The dimension that two factors share; for a library's convolution, a weight's for one result."""
+    factors = [shape for shape in shapes if len(shape) >= 2]
+    if len(factors) < 2:
+        return 1.0
+    if len(factors[1]) == 4 and len(factors[0]) == 4:
+        return float(math.prod(factors[1][1:]))
+    shared = set(factors[0]) & set(factors[1])
+    return float(max(shared, default=factors[0][-1]))
+
+
+def _sizes(region: Region, buffers: Mapping[str, Buffer]) -> tuple[int, ...]:
+    if region.sizes is not None:
+        return region.sizes
+    known = buffers.get(region.buffer)
+    return (known.sizes if known is not None else None) or (1,)
+
+
+def _count(region: Region, buffers: Mapping[str, Buffer]) -> float:
+    return float(math.prod(_sizes(region, buffers)))
+
+
+def _nbytes(region: Region, buffers: Mapping[str, Buffer]) -> float:
+    known = buffers.get(region.buffer)
+    if region.sizes is not None:
+        return float(math.prod(region.sizes) * region.itemsize)
+    return float(known.nbytes) if known is not None else 0.0
+
+
+# -------------------------------------------------------------------- fitting
+
+
+def fit(works: Sequence[Work], times_us: Sequence[float], counts: Sequence[int]) -> Rates:
+    """The numbers that come closest to these times, each by its own size.
+
+    None is negative, and no kernel takes less than a microsecond.
+    """
+    if not works:
+        raise ValueError("nothing was measured")
+    rows = np.array([[1.0, work.depth, work.nbytes, work.operations] for work in works])
+    weights = np.sqrt(np.array(counts, dtype=float)) / np.array(times_us)
+    scaled = rows * weights[:, None]
+    wanted = np.maximum(np.array(times_us) - _LEAST_US, 0.0) * weights
+    unit = np.maximum(np.linalg.norm(scaled, axis=0), 1e-30)
+    floor, *rest = (float(number) for number in _nonnegative(scaled / unit, wanted) / unit)
+    return Rates(_LEAST_US + floor, *rest)
+
+
+def _nonnegative(matrix: Any, wanted: Any) -> Any:
+    """Least squares with no negative number: what comes out negative is left out, one at a time."""
+    used = list(range(matrix.shape[1]))
+    found = np.zeros(matrix.shape[1])
+    while used:
+        part = np.linalg.lstsq(matrix[:, used], wanted, rcond=None)[0]
+        if part.min() >= 0:
+            found[used] = part
+            return found
+        used.pop(int(part.argmin()))
+    return found
