@@ -75,6 +75,7 @@ def trial_of(model: nn.Module, tensors: Sequence[torch.Tensor]) -> Trial:
     _, structure = flatten_inputs(tuple(tensors), {})
     adapter = Adapter(Callee(model), structure)
     with torch.no_grad():
-        captured = device.capture(adapter, tensors)
-        (lowered,) = device.lowerings(adapter, tensors, captured, Options(strict=True), [])
+        captured, options = device.capture(adapter, tensors), Options(strict=True)
+        tuned = device.choose_kernels(captured, options, [])
+        (lowered,) = device.lowerings(adapter, tensors, captured, options, [], tuned)
         return Trial(adapter, lowered, tensors, FoldedConstants())

@@ -1,0 +1,151 @@
+"""Kernels of our own, chosen for the layers of a model on the device, beside the library's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torch_nimble as nimble
+from cpu.helpers import eager
+from gpu.helpers import (
+    DEVICE,
+    MIB,
+    assert_close,
+    assert_fused,
+    assert_matches,
+    normal,
+    ready,
+    signatures,
+)
+from torch_nimble.devices import tuning
+from torch_nimble.kernels.sites import LIBRARY
+
+
+class Mobile(nn.Module):
+    """Layers of every family: a stem, depthwise and 1×1 convolutions, a squeeze, a linear layer."""
+
+    def __init__(self, width: int = 48) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, width, 3, 2, 1), nn.BatchNorm2d(width), nn.Hardswish())
+        self.expand = nn.Sequential(nn.Conv2d(width, 2 * width, 1), nn.SiLU())
+        self.deep = nn.Conv2d(2 * width, 2 * width, 5, padding=2, groups=2 * width, bias=False)
+        self.squeeze = nn.Sequential(nn.Conv2d(2 * width, 8, 1), nn.ReLU(), nn.Conv2d(8, 2 * width, 1))
+        self.project = nn.Conv2d(2 * width, width, 1)
+        self.dense = nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.ReLU6())
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        y = self.deep(torch.relu(self.expand(x)))
+        y = y * torch.sigmoid(self.squeeze(y.mean((2, 3), keepdim=True)))
+        x = self.project(y) + x
+        return self.head(self.dense(x).mean((2, 3)))
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was found for a layer is kept in a place of the test's own."""
+    monkeypatch.setattr("torch_nimble.lower.inductor.cache_folder", lambda: tmp_path)
+
+
+def photo(batch: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
+    return normal(batch, 3, 32, 32, dtype=dtype)
+
+
+def kernels_of(fast: nimble.Engine) -> list[dict[str, Any]]:
+    return signatures(fast)[-1]["kernels"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("tune", ["off", "fast", "full"])
+def test_results_are_eager_s_whatever_is_tried(tune: str, dtype: torch.dtype) -> None:
+    model = ready(Mobile(), dtype=dtype)
+    with nimble.compile(model, (photo(dtype=dtype),), tune=tune, strict=True) as fast:
+        assert_matches(fast, model, lambda: (photo(dtype=dtype),))
+        assert_fused(fast)
+        found = kernels_of(fast)
+        assert bool(found) == (tune != "off")
+        for one in found:
+            assert one["chosen"] == LIBRARY or one["chosen"] in one["times_us"]
+            assert min(one["times_us"].values()) > 0
+        own = sum(one["count"] for one in found if one["chosen"] != LIBRARY)
+        assert signatures(fast)[-1]["passes"].get("use_kernels", 0) == own
+
+
+def test_what_is_known_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = ready(Mobile()), photo()
+    with nimble.compile(model, (x,)) as fast:
+        first = kernels_of(fast)
+
+    def fails(*_: Any) -> None:
+        raise AssertionError("tried again")
+
+    monkeypatch.setattr(tuning, "_try_all", fails)
+    with nimble.compile(model, (x,)) as fast:
+        assert kernels_of(fast) == first
+
+
+def test_a_plan_has_its_kernels_in_it_and_gives_the_same_bits(tmp_path: Path) -> None:
+    model, inputs = ready(Mobile(), dtype=torch.float16), [photo(dtype=torch.float16) for _ in range(3)]
+    with nimble.compile(model, (inputs[0],)) as fast:
+        results = [fast(x) for x in inputs]
+        fast.plan.save(tmp_path / "plan.json")
+        assert fast.plan.kernels == fast.taskgraph.kernels
+        made = nimble.schedule.serial(fast.taskgraph)
+    for plan in (tmp_path / "plan.json", made):
+        with nimble.compile(model, (inputs[0],), plan=plan, tune="off") as again:
+            assert again.plan.kernels == made.kernels
+            assert all(map(torch.equal, results, [again(x) for x in inputs]))
+
+
+def test_a_plan_that_rounds_is_refused_where_flags_forbid_it() -> None:
+    model, x = ready(Mobile()), photo()
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        with nimble.compile(model, (x,)) as fast:
+            plan = fast.plan
+    finally:
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    if not any("-tf32/" in config for config in plan.kernels.values()):
+        pytest.skip("no kernel that rounds was the fastest here")
+    with pytest.raises(nimble.PlanError, match="round to TF32"):
+        nimble.compile(model, (x,), plan=plan)
+
+
+def test_changed_weights_are_taken_in() -> None:
+    model, x = ready(Mobile()), photo()
+    with nimble.compile(model, (x,)) as fast:
+        before = fast(x)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+        after = fast(x)
+        assert_close(after, eager(model, x))
+        assert not torch.allclose(before, after)
+
+
+def test_values_that_are_no_numbers_stay_so() -> None:
+    model, x = ready(Mobile()), photo()
+    with nimble.compile(model, (x,)) as fast:
+        x[0, 1, 5, 5] = float("nan")
+        assert torch.equal(fast(x).isnan(), eager(model, x).isnan())
+
+
+def test_larger_batches_move_the_arena_and_all_stay_right() -> None:
+    model = ready(Mobile(), dtype=torch.float16)
+    sizes = (1, 2, 4, 8, 16)
+    inputs = {size: photo(size, torch.float16) for size in sizes}
+    references = {size: eager(model, x) for size, x in inputs.items()}
+    with nimble.compile(model) as fast:
+        for size in sizes:
+            fast(inputs[size])
+        room = fast._latest().choice.executable.room
+        assert len(room._segments) == 1
+        for size in (*sizes, *reversed(sizes)):
+            assert_close(fast(inputs[size]), references[size])
+        assert room.device == DEVICE
+        assert room._segments[0].numel() < 64 * MIB
