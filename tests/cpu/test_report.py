@@ -247,10 +247,28 @@ def test_a_model_s_times_can_be_simulated(mine: Path, monkeypatch: pytest.Monkey
     assert "2×3 float64" in (mine / "page.html").read_text()
 
 
+def test_a_model_is_reported_as_on_a_gpu_that_is_not_here(
+    mine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(mine)
+    files = mine / "page.html", mine / "trace.json"
+    wanted = Wanted("mine:model", ["2x3"], "fp16", None, None, *files, "h200")
+    said = make_report(wanted, Console(file=io.StringIO()))
+    sys.modules.pop("mine")
+    assert (said["times"], said["device"]) == ("estimated", "h200, estimated")
+    assert "not fitted to" in said["notes"][0]
+    page = files[0].read_text()
+    assert "slow each other down" in page
+    slices = {e["name"]: e for e in json.loads(files[1].read_text())["traceEvents"]}
+    assert all(slices[task["name"]]["ts"] == task["start"] for task in data_of(page)["tasks"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["graph.json", "--times", "measured"], ["only be simulated"]),
+        (["mine:model", "--input", "2x3", "--simulate", "a100"], ["a100", "h200"]),
+        (["mine:model", "--input", "2x3", "--simulate", "h200", "--device", "cpu"], ["--device"]),
         (["graph.json", "--times", "guessed"], ["guessed", "measured or simulated"]),
         (["mine:model", "--input", "2x3", "--device", "cuda"], ["--device cuda"]),
         (["graph.json", "--out", "no/such/folder.html"], ["no/such/folder.html"]),

@@ -13,7 +13,6 @@ from torch_nimble import zoo
 @pytest.mark.parametrize(
     ("name", "side", "streams"),
     [
-        ("resnet50", 64, 2),
         ("inception-v3", 96, 6),
         ("googlenet", 64, 4),
         ("mobilenet-v2", 64, 1),

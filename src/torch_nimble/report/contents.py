@@ -18,6 +18,9 @@ from torch_nimble.schedule import Timeline, critical_path, serial, simulate
 from torch_nimble.taskgraph import TaskGraph
 
 Times = Literal["measured", "simulated"]
+"""What one can ask for."""
+Source = Literal["measured", "simulated", "estimated"]
+"""Where times come from; estimated ones are those of a device that is not here."""
 _PACKAGES = ("torch-nimble", "torch", "triton")
 
 
@@ -42,7 +45,7 @@ class Report:
     graph: TaskGraph
     plan: Plan
     timeline: Timeline
-    times: Times
+    times: Source
     notes: tuple[str, ...] = ()
     """What one should know about the times, the device and its settings."""
     device: str = ""
@@ -164,13 +167,16 @@ def report_of_plan(
     device: str = "",
     notes: tuple[str, ...] = (),
 ) -> Report:
-    """The report of a plan that is not run, its times simulated; a file is named without its folder."""
+    """The report of a plan that is not run, its times simulated, or estimated if a timeline is given.
+
+    A file is named without its folder.
+    """
     return Report(
         model=Path(name).name if name.endswith(".json") else name,
         graph=graph,
         plan=plan,
         timeline=timeline or simulate(graph, plan),
-        times="simulated",
+        times="estimated" if timeline else "simulated",
         notes=notes,
         device=device,
         versions=versions(),

@@ -24,6 +24,8 @@ _HOW = {
     "the pass is somewhat longer than a call.",
     "simulated": "Simulated: each task takes the time it took by itself, begins as soon as the plan "
     "lets it, and slows no other task down.",
+    "estimated": "Estimated: each task takes what a cost model says, begins as soon as the plan lets "
+    "it, and tasks that together want more than the whole device slow each other down.",
     "counted": "Simulated: no times are known, so each task counts as one.",
 }
 
@@ -93,7 +95,7 @@ def _tiles(report: Report) -> Iterable[tuple[str, str, str]]:
         )
         yield f"{race.speedup:.2f}×", f"{text}, medians of {rounds} rounds", "lead"
     if alone is not None:
-        how = "simulated" if account is None else "in the race of candidates"
+        how = report.times if account is None else "in the race of candidates"
         yield f"{alone:.2f}×", f"as fast as the best plan on one stream, {how}", "lead"
     if race is None and report.call_us is not None:
         yield _time(report.call_us), "a pass of the plan, as a caller waits for it", ""
