@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 from cpu.helpers import Model, assert_close, eager, randomise_batch_norm
-from cpu.kernel_cases import ACTIVATIONS
+from cpu.kernel_cases import ACTIVATIONS as FUNCTIONS
 from torch_nimble.capture import Adapter, AutocastState, Callee, Captured
 from torch_nimble.kernels.operator import lay_out, may_round
 from torch_nimble.kernels.sites import ACTIVATIONS, BEFORE, LIBRARY, Site, Way, Window, configs
@@ -72,10 +72,10 @@ def convolve(
     kernel = laid_out.reshape(taps, -1, made).permute(2, 1, 0).reshape(made, -1, *window[:2])
     groups = channels if is_depthwise else 1
     stride, padding, dilation = (tuple(window[i : i + 2]) for i in (2, 4, 6))
-    result = F.conv2d(ACTIVATIONS[before](x), kernel, bias, stride, padding, dilation, groups)
+    result = F.conv2d(FUNCTIONS[before](x), kernel, bias, stride, padding, dilation, groups)
     assert added is None or added.shape == result.shape
     assert result.shape[0] == images
-    result = ACTIVATIONS[after](result if added is None else result + added)
+    result = FUNCTIONS[after](result if added is None else result + added)
     return result.contiguous(memory_format=torch.channels_last).clone(memory_format=torch.channels_last)
 
 
@@ -400,7 +400,7 @@ def test_a_weight_that_calls_change_is_no_site() -> None:
 
 @pytest.mark.parametrize("name", ACTIVATIONS[1:])
 def test_an_activation_after_a_layer_becomes_part_of_it(name: str) -> None:
-    made = assert_keeps(net(lambda m, x: ACTIVATIONS[name](m.conv(x))), image())
+    made = assert_keeps(net(lambda m, x: FUNCTIONS[name](m.conv(x))), image())
     assert ends_of(made) == [("", False, name)]
     assert [made.count(n) for n in ("relu", "hardtanh", name)] == [0, 0, 0]
 
@@ -423,9 +423,9 @@ def test_an_activation_in_place_becomes_part_of_a_layer(name: str) -> None:
 def test_an_activation_before_a_layer_becomes_part_of_it_if_it_is_zero_at_zero(
     layer: str, name: str
 ) -> None:
-    model = net(lambda m, x: getattr(m, layer)(ACTIVATIONS[name](x)))
+    model = net(lambda m, x: getattr(m, layer)(FUNCTIONS[name](x)))
     made = assert_keeps(model, image())
-    is_part = ACTIVATIONS[name](torch.zeros(1)).item() == 0
+    is_part = FUNCTIONS[name](torch.zeros(1)).item() == 0
     assert (name in BEFORE) == is_part
     assert ends_of(made) == [(name if is_part else "", False, "")]
     assert made.count(name) + made.count("hardtanh") == (0 if is_part else 1)
@@ -865,7 +865,7 @@ def _program(steps: list[_Step]) -> Callable[[Any, Tensor], Tensor]:
                 case "conv" | "other" | "deep":
                     values.append(getattr(m, name)(first))
                 case "relu" | "silu":
-                    values.append(ACTIVATIONS[name](first))
+                    values.append(FUNCTIONS[name](first))
                 case "add":
                     values.append(first + second)
                 case "branch":
