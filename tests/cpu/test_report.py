@@ -23,6 +23,7 @@ from torch_nimble.capture import Adapter, Callee, capture
 from torch_nimble.execute.cpu import CpuExecutable
 from torch_nimble.execute.timelines import cpu_timeline, middle_pass
 from torch_nimble.lower import lower
+from torch_nimble.planning import make_plan, show_plan
 from torch_nimble.reporting import Wanted, make_report
 from torch_nimble.schedule import Timeline, lanes, max_concurrency, serial
 from torch_nimble.tree import flatten_inputs
@@ -245,6 +246,21 @@ def test_a_model_s_times_can_be_simulated(mine: Path, monkeypatch: pytest.Monkey
     assert said["times"] == "simulated"
     assert said["speedup_over_eager"] > 0
     assert "2×3 float64" in (mine / "page.html").read_text()
+
+
+def test_a_model_is_planned_as_on_a_gpu_that_is_not_here(
+    mine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(mine)
+    console = Console(file=io.StringIO())
+    made = make_plan("mine:model", ["2x3"], "fp16", None, console, "h200")
+    sys.modules.pop("mine")
+    found = json.loads(json.dumps(made.to_dict()))
+    assert (found["gpu"], found["costs"]) == ("h200", "given")
+    assert found["critical_path_us"] <= found["simulated_us"] < 100
+    assert found["estimate"]["others"]["networks"]
+    show_plan(made, console)
+    assert "not fitted to" in " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
 
 
 def test_a_model_is_reported_as_on_a_gpu_that_is_not_here(

@@ -37,12 +37,14 @@ def small() -> Report:
 
 def large() -> Report:
     """NASNet-A large's tasks, planned and not run; its weights do not matter."""
-    from torch import randn
+    import torch
 
     from torch_nimble.api import taskgraph
     from torch_nimble.zoo.nasnet import LARGE, NasnetA
 
-    graph = taskgraph(NasnetA(LARGE).eval(), (randn(1, 3, 331, 331),))
+    with torch.device("meta"):
+        model = NasnetA(LARGE).eval()
+    graph = taskgraph(model.to_empty(device="cpu"), (torch.empty(1, 3, 331, 331),))
     return report_of_plan("nasnet-a-large", graph, max_concurrency(graph))
 
 

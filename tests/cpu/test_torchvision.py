@@ -13,7 +13,6 @@ from torch_nimble import zoo
 @pytest.mark.parametrize(
     ("name", "side", "streams"),
     [
-        ("inception-v3", 96, 6),
         ("googlenet", 64, 4),
         ("mobilenet-v2", 64, 1),
         ("efficientnet-b0", 64, 1),
