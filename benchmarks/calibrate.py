@@ -1,6 +1,6 @@
 """Fit the numbers of a GPU's cost model to a record of benchmarks, and say how far off they are.
 
-    python benchmarks/calibrate.py benchmarks/results/h200.jsonl h200
+    python benchmarks/calibrate.py benchmarks/calibration/h200.jsonl h200
 
 Half of the networks that the record has with all their kernels' times, every other by name, are fitted
 to. The other half says how good that is: what one stream and the chosen plan would take against what
@@ -173,7 +173,11 @@ def main(record: str, name: str) -> None:
     networks = [Network(usable[key]) for key in sorted(usable)]
     known, new = networks[::2], networks[1::2]
     gpu = fitted(known, name)
-    said = {"record": Path(record).name, "fitted_to": summary(known, gpu), "others": summary(new, gpu)}
+    said = {
+        "record": Path(record).as_posix(),
+        "fitted_to": summary(known, gpu),
+        "others": summary(new, gpu),
+    }
     gpu = replace(gpu, said=said)
     out = Path(__file__).parents[1] / "src" / "torch_nimble" / "estimate" / f"{name}.json"
     out.write_text(json.dumps(gpu.to_dict(), indent=1) + "\n", encoding="utf-8")

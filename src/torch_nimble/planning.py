@@ -14,10 +14,9 @@ from torch_nimble.estimate import Gpu, estimated, fuse, load_gpu
 from torch_nimble.plans import Plan
 from torch_nimble.schedule import analyse, max_concurrency, serial, simulate, verify
 from torch_nimble.schedule import lanes as lane_plan
+from torch_nimble.schedule.planners import concurrent_plans
 from torch_nimble.targets import is_graph_file, load_target
 from torch_nimble.taskgraph import TaskGraph
-
-_LANES = (2, 3, 4, 6, 8, 12)
 
 
 @dataclass(frozen=True)
@@ -99,9 +98,7 @@ def _plan_for_gpu(
     if lanes is not None:
         plans = [lane_plan(graph, lanes, analysis)]
     else:
-        several = [count for count in _LANES if count < analysis.facts.width]
-        plans = [serial(graph, analysis), *(lane_plan(graph, count, analysis) for count in several)]
-        plans.append(max_concurrency(graph, analysis))
+        plans = [serial(graph, analysis), *concurrent_plans(graph, analysis)]
     totals = [gpu.timeline(graph, plan).total_us for plan in plans]
     best = min(range(len(plans)), key=lambda i: totals[i])
     verify(graph, plans[best])

@@ -15,7 +15,7 @@ from torch_nimble.capture import Captured, Traceable
 from torch_nimble.errors import NimbleError, PlanError
 from torch_nimble.execute.measure import TIE, Timing
 from torch_nimble.explain import Candidate
-from torch_nimble.kernels.sites import Tuned
+from torch_nimble.kernels.sites import Tuning
 from torch_nimble.lower import Lowered
 from torch_nimble.options import Options
 from torch_nimble.plans import Plan
@@ -127,9 +127,7 @@ class Device(abc.ABC):
     def capture(self, adapter: Traceable, tensors: Sequence[torch.Tensor]) -> Captured:
         """The graph of one call, in the form that this device's lowering wants."""
 
-    def choose_kernels(
-        self, captured: Captured, options: Options, notes: list[Candidate]
-    ) -> tuple[tuple[Tuned, int], ...]:
+    def choose_kernels(self, captured: Captured, options: Options, notes: list[Candidate]) -> Tuning:
         """What was tried for the layers of a graph, and how many there are of each kind."""
         return ()
 
@@ -141,7 +139,7 @@ class Device(abc.ABC):
         captured: Captured,
         options: Options,
         notes: list[Candidate],
-        tuned: tuple[tuple[Tuned, int], ...] = (),
+        tuned: Tuning = (),
     ) -> list[Lowered]:
         """The lowerings to try, the plainest first; notes say what could not be had, and why."""
 

@@ -17,7 +17,7 @@ from torch_nimble.execute.measure import Timing, race
 from torch_nimble.execute.threads import with_intra_threads
 from torch_nimble.execute.timelines import cpu_timeline
 from torch_nimble.explain import Candidate, not_tried
-from torch_nimble.kernels.sites import Tuned
+from torch_nimble.kernels.sites import Tuning
 from torch_nimble.lower import Lowered, lower
 from torch_nimble.options import Options
 from torch_nimble.plans import Plan
@@ -53,7 +53,7 @@ class CpuDevice(Device):
         captured: Captured,
         options: Options,
         notes: list[Candidate],
-        tuned: tuple[tuple[Tuned, int], ...] = (),
+        tuned: Tuning = (),
     ) -> list[Lowered]:
         """The layouts as captured, and channels-last if there are convolutions."""
         if options.plan is not None:

@@ -32,7 +32,7 @@ from torch_nimble.execute.room import Room
 from torch_nimble.execute.timelines import cuda_timeline
 from torch_nimble.explain import Candidate, not_tried
 from torch_nimble.flags import convolutions_may_use_tf32, matmul_may_use_tf32
-from torch_nimble.kernels.sites import LIBRARY, Tuned
+from torch_nimble.kernels.sites import LIBRARY, Tuning
 from torch_nimble.lower import Lowered, inductor
 from torch_nimble.lower import lower as lower_operators
 from torch_nimble.options import Options
@@ -41,16 +41,14 @@ from torch_nimble.schedule import (
     Timeline,
     analyse,
     critical_first,
-    lanes,
-    max_concurrency,
     serial,
     simulate,
 )
+from torch_nimble.schedule.planners import concurrent_plans
 from torch_nimble.trial import Trial
 
 log = logging.getLogger("torch_nimble")
 
-_LANES = (2, 3, 4, 6, 8, 12)
 _RACE_ROUNDS = 15
 _REPLAYS_A_ROUND = 10
 _HOPELESS = 1.3
@@ -93,9 +91,7 @@ class CudaDevice(Device):
         inductor.start_workers()
         return adapter.capture(tensors, functional=inductor.unsupported() is not None)
 
-    def choose_kernels(
-        self, captured: Captured, options: Options, notes: list[Candidate]
-    ) -> tuple[tuple[Tuned, int], ...]:
+    def choose_kernels(self, captured: Captured, options: Options, notes: list[Candidate]) -> Tuning:
         """The library's or one of ours for each kind of layer, by what is faster here."""
         if options.tune == "off" or options.plan is not None or inductor.unsupported() is not None:
             return ()
@@ -114,7 +110,7 @@ class CudaDevice(Device):
         captured: Captured,
         options: Options,
         notes: list[Candidate],
-        tuned: tuple[tuple[Tuned, int], ...] = (),
+        tuned: Tuning = (),
     ) -> list[Lowered]:
         """Fused kernels; operators one by one if that fails, which notes say."""
         try:
@@ -136,7 +132,7 @@ class CudaDevice(Device):
         captured: Captured,
         options: Options,
         notes: list[Candidate],
-        tuned: tuple[tuple[Tuned, int], ...],
+        tuned: Tuning,
     ) -> Lowered:
         """With the kernels and in the layout that are faster; as captured if the model needs that."""
         plan = options.plan
@@ -268,11 +264,8 @@ class Candidates:
         """Serial, lanes and maximum concurrency, the last ones also with priorities."""
         graph = self.lowered.graph
         yield self.first
-        width = analyse(graph).facts.width
-        several = [lanes(graph, count) for count in _LANES if count < width]
-        if width > 1:
-            several.append(max_concurrency(graph))
-            several += [critical_first(graph, plan) for plan in several[-3:]]
+        several = concurrent_plans(graph)
+        several += [critical_first(graph, plan) for plan in several[-3:]]
         expected = [simulate(graph, plan).total_us for plan in several]
         worth = _WORTH_TRYING * min(expected, default=0.0)
         for plan, us in zip(several, expected, strict=True):

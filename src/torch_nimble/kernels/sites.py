@@ -174,6 +174,10 @@ class Way(NamedTuple):
         return cls(family, precision, tuple(numbers))
 
 
+Tuning = tuple[tuple[Tuned, int], ...]
+"""What was tried for the layers of a graph, and how many there are of each kind."""
+
+
 def configs(site: Site, effort: Effort, may_round: bool = False) -> tuple[str, ...]:
     """Ways to cut the work of a site that are worth trying, the likeliest first.
 

@@ -20,7 +20,7 @@ from torch import fx
 from torch_nimble.capture import Captured
 from torch_nimble.capture.failure import origin
 from torch_nimble.errors import LoweringError
-from torch_nimble.kernels.sites import Tuned, configs
+from torch_nimble.kernels.sites import Tuning, configs
 from torch_nimble.lower.constants import FOLD_FREELY_BYTES, refs
 from torch_nimble.lower.observe import (
     Copied,
@@ -49,7 +49,7 @@ class Lowered:
     program: Program
     passes: Mapping[str, int]
     tasks_are: str = "operators"
-    tuned: tuple[tuple[Tuned, int], ...] = ()
+    tuned: Tuning = ()
     """What was tried for the sites of convolutions, and how many there are of each."""
 
 

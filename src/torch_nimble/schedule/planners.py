@@ -17,6 +17,7 @@ from torch_nimble.schedule.waits import minimal_waits
 from torch_nimble.taskgraph import TaskGraph
 
 # A path this close to the longest one becomes the longest when something on it is a bit late.
+_LANES = (2, 3, 4, 6, 8, 12)
 _NEARLY_CRITICAL = 0.97
 
 
@@ -64,6 +65,16 @@ def lanes(graph: TaskGraph, count: int, analysis: Analysis | None = None) -> Pla
         raise OptionError(f"a plan needs at least one lane, not {count}")
     order, lane = list_schedule(graph.successors, graph.costs_us, count)
     return _plan(graph, order, lane, f"{count} lanes", analysis)
+
+
+def concurrent_plans(graph: TaskGraph, analysis: Analysis | None = None) -> list[Plan]:
+    """The plans on several streams that are worth comparing, maximum concurrency last."""
+    analysis = analysis or analyse(graph)
+    width = analysis.facts.width
+    if width < 2:
+        return []
+    some = [lanes(graph, count, analysis) for count in _LANES if count < width]
+    return [*some, max_concurrency(graph, analysis)]
 
 
 def critical_first(graph: TaskGraph, plan: Plan) -> Plan:
