@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from torch_nimble.kernels.operator import launches_of, lay_out, result_of
+from torch_nimble.kernels.operator import capability_of, launches_of, lay_out, result_of
 from torch_nimble.kernels.sites import BEFORE, Kind, Site, Way, Window, configs
 
 Tensor = torch.Tensor
@@ -101,7 +101,7 @@ CUT = ("convolution/16/32/16/4/3/2", "convolution/32/16/32/4/3/4")
 def run(site: Site, config: str, x: Tensor, weight: Tensor, bias: Tensor, added: Tensor) -> Tensor:
     """What the kernels of a config make, in memory that was something else."""
     result = result_of(x, site).fill_(float("nan"))
-    for launch in launches_of(site, config):
+    for launch in launches_of(site, config, capability_of(x.device)):
         several = (launch.parts, result.numel())
         out = torch.full(several, float("nan"), device=x.device) if launch.parts > 1 else result
         launch.kernel[launch.grid](x, weight, bias, added, out, **launch.constants)

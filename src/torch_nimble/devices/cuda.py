@@ -88,7 +88,7 @@ class CudaDevice(Device):
 
     def capture(self, adapter: Traceable, tensors: Sequence[torch.Tensor]) -> Captured:
         """A graph for Inductor, which makes it functional itself; functional without Inductor."""
-        inductor.start_workers()
+        inductor.start_workers(self.device)
         return adapter.capture(tensors, functional=inductor.unsupported() is not None)
 
     def choose_kernels(self, captured: Captured, options: Options, notes: list[Candidate]) -> Tuning:

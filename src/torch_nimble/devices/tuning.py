@@ -33,7 +33,7 @@ from torch_nimble.devices.replays import Replayed, Replays
 from torch_nimble.errors import PlanError
 from torch_nimble.execute.check import relative_error
 from torch_nimble.execute.measure import alone
-from torch_nimble.kernels.operator import compile_ahead, convolve, lay_out, may_round
+from torch_nimble.kernels.operator import capability_of, compile_ahead, convolve, lay_out, may_round
 from torch_nimble.kernels.sites import LIBRARY, Effort, Site, Tuned, Way, configs
 from torch_nimble.lower import inductor
 from torch_nimble.lower.remembered import surroundings
@@ -95,11 +95,10 @@ def check_precision(kernels: Mapping[str, str]) -> None:
 
 def _try_all(sites: Iterable[Site], device: torch.device, effort: Effort) -> Iterator[Tuned]:
     plans = {site: configs(site, effort, may_round(site.kind)) for site in sites}
-    major, minor = torch.cuda.get_device_capability(device)
     cache = str(inductor.kernel_cache(device))
     inductor.in_workers(
         compile_ahead,
-        [(site, c, 10 * major + minor, cache) for site, tried in plans.items() for c in tried],
+        [(site, c, capability_of(device), cache) for site, tried in plans.items() for c in tried],
     )
     replays = Replays(device)
     for site, tried in plans.items():

@@ -21,7 +21,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torch_nimble.kernels.parts import Launch, activate, ceil_div, is_inside, looked_at, pixels
+from torch_nimble.kernels.parts import (
+    Launch,
+    activate,
+    ceil_div,
+    is_inside,
+    let_next_start,
+    looked_at,
+    pixels,
+    wait_for_earlier,
+)
 from torch_nimble.kernels.sites import Site, Way
 
 
@@ -94,13 +103,16 @@ def _convolution(  # type: ignore[no-untyped-def]
     MADE: tl.constexpr,
     SUMMED: tl.constexpr,
     PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    let_next_start(EARLY)
     CHANNELS: tl.constexpr = IMAGE[1]
     pixel, image, row, column = pixels(tl.program_id(0), PIXELS, RESULT)
     known = pixel < RESULT[0] * RESULT[1] * RESULT[2]
     of_result = tl.program_id(1) * MADE + tl.arange(0, MADE)
     is_made = of_result < RESULT[3]
     total = tl.zeros((PIXELS, MADE), dtype=tl.float32)
+    wait_for_earlier(EARLY)
     if GATHERED:
         COUNT: tl.constexpr = WINDOW[0] * WINDOW[1] * CHANNELS
         for first in range(0, COUNT, SUMMED):
@@ -172,13 +184,16 @@ def _added_up(  # type: ignore[no-untyped-def]
     PARTS: tl.constexpr,
     PIXELS: tl.constexpr,
     MADE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    let_next_start(EARLY)
     COUNT: tl.constexpr = RESULT[0] * RESULT[1] * RESULT[2]
     pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     of_result = tl.program_id(1) * MADE + tl.arange(0, MADE)
     mask = (pixel < COUNT)[:, None] & (of_result < RESULT[3])[None, :]
     place = pixel[:, None] * RESULT[3] + of_result[None, :]
     total = tl.zeros((PIXELS, MADE), dtype=tl.float32)
+    wait_for_earlier(EARLY)
     for part in tl.static_range(PARTS):
         total += tl.load(x + part * (COUNT * RESULT[3]) + place, mask=mask, other=0.0)
     if HAS_BIAS:

@@ -11,7 +11,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torch_nimble.kernels.parts import Launch, activate, ceil_div, is_inside, looked_at, pixels
+from torch_nimble.kernels.parts import (
+    Launch,
+    activate,
+    ceil_div,
+    is_inside,
+    let_next_start,
+    looked_at,
+    pixels,
+    wait_for_earlier,
+)
 from torch_nimble.kernels.sites import Site, Way
 
 
@@ -51,12 +60,15 @@ def _depthwise(  # type: ignore[no-untyped-def]
     AFTER: tl.constexpr,
     PIXELS: tl.constexpr,
     CHANNELS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    let_next_start(EARLY)
     pixel, image, row, column = pixels(tl.program_id(0), PIXELS, RESULT)
     known = pixel < RESULT[0] * RESULT[1] * RESULT[2]
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     there = channel < IMAGE[1]
     total = tl.zeros((PIXELS, CHANNELS), dtype=tl.float32)
+    wait_for_earlier(EARLY)
     for tap in tl.static_range(WINDOW[0] * WINDOW[1]):
         down, across = looked_at(row, column, tap // WINDOW[1], tap % WINDOW[1], WINDOW)
         mask = (known & is_inside(down, across, IMAGE))[:, None] & there[None, :]

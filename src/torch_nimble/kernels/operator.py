@@ -6,8 +6,10 @@ laid out by `lay_out`, its image and result are channels-last.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +27,8 @@ _SCHEMA = (
 )
 _LINEAR = ("linear", "rows")
 """Families that read a weight as linear layers have it."""
+_EARLY_FROM = 90
+"""The first compute capability at which kernels can wait for others by themselves."""
 _library = torch.library.Library("torch_nimble", "DEF")  # type: ignore[no-untyped-call]
 _library.define(_SCHEMA, tags=(torch.Tag.needs_exact_strides,))  # type: ignore[no-untyped-call]
 
@@ -83,15 +87,27 @@ def site_of(
     )
 
 
-def launches_of(site: Site, config: str) -> tuple[Launch, ...]:
-    """What carries a site out in the way of a config."""
+def launches_of(site: Site, config: str, capability: int) -> tuple[Launch, ...]:
+    """What carries a site out in the way of a config, on a device of that compute capability.
+
+    From Hopper on, a kernel is launched while those before it still run, and waits for their end itself.
+    """
     from torch_nimble.kernels import convolution, depthwise, vector
 
     way = Way.parse(config)
     families = {"depthwise": depthwise, "vector": vector, "rows": vector}
     family = families.get(way.family, convolution)
-    launches: tuple[Launch, ...] = family.launches(site, way)
-    return launches
+    start = {"EARLY": True, "launch_pdl": True} if capability >= _EARLY_FROM else {"EARLY": False}
+    return tuple(
+        replace(launch, constants={**launch.constants, **start}) for launch in family.launches(site, way)
+    )
+
+
+@functools.cache
+def capability_of(device: torch.device) -> int:
+    """Such as 90; zero for what is no GPU."""
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    return 10 * major + minor
 
 
 def compile_ahead(site: Site, config: str, capability: int, cache: str) -> None:
@@ -115,9 +131,10 @@ def compile_ahead(site: Site, config: str, capability: int, cache: str) -> None:
     os.environ["TRITON_CACHE_DIR"] = cache
     driver.set_active(NoDriver())
     try:
-        for launch in launches_of(site, config):
+        for launch in launches_of(site, config, capability):
             made = torch.float32 if launch.parts > 1 else dtype
-            launch.kernel.warmup(given, dtype, dtype, dtype, made, grid=launch.grid, **launch.constants)
+            types = (given, dtype, dtype, dtype, made)
+            launch.kernel.warmup(*types, grid=launch.grid, **launch.constants)
             given = made
     finally:  # others compile in this process, too
         driver.set_active(None)
@@ -143,7 +160,7 @@ def _convolve(
     result = result_of(x, site)
     bias = weight if bias is None else bias  # not looked at then
     added = result if added is None else added
-    for launch in launches_of(site, rest[-1]):
+    for launch in launches_of(site, rest[-1], capability_of(x.device)):
         out = result
         if launch.parts > 1:
             several = (launch.parts, result.numel())

@@ -7,6 +7,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,20 @@ class Launch:
 def ceil_div(a: int, b: int) -> int:
     """How many pieces of size `b` cover `a`."""
     return -(-a // b)
+
+
+@triton.jit
+def let_next_start(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Have the next kernel of the stream launched now: it waits before it reads, as this one does."""
+    if EARLY:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_earlier(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Wait until the kernels that this one comes after have ended. Weights may be read before that."""
+    if EARLY:
+        gdc_wait()
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torch_nimble.kernels.parts import Launch, activate, ceil_div
+from torch_nimble.kernels.parts import Launch, activate, ceil_div, let_next_start, wait_for_earlier
 from torch_nimble.kernels.sites import Site, Way
 
 
@@ -50,11 +50,14 @@ def _vector(  # type: ignore[no-untyped-def]
     AFTER: tl.constexpr,
     MADE: tl.constexpr,
     SUMMED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    let_next_start(EARLY)
     pixel = tl.program_id(1)
     of_result = tl.program_id(0) * MADE + tl.arange(0, MADE)
     is_made = of_result < RESULTS
     total = tl.zeros((MADE,), dtype=tl.float32)
+    wait_for_earlier(EARLY)
     for first in range(0, CHANNELS, SUMMED):
         channel = first + tl.arange(0, SUMMED)
         is_there = channel < CHANNELS

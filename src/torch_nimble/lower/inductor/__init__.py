@@ -79,6 +79,8 @@ _SETTINGS: dict[str, Any] = {
     "scalar_asserts": False,
     "alignment_asserts": False,
     "nan_asserts": False,
+    # Would leave out waits for all but the kernel before in the program, which is another on a stream.
+    "triton.enable_pdl": False,
 }
 
 
@@ -109,11 +111,18 @@ def unsupported() -> str | None:
     return None if has_triton() else "Triton is not installed or does not support this device"
 
 
-def start_workers() -> None:
-    """Let Inductor start the processes that compile kernels, which takes as long as a capture does."""
+def start_workers(device: torch.device) -> None:
+    """Let Inductor start the processes that compile kernels, which takes as long as a capture does.
+
+    They and this process must find what each other compiled: Triton's cache has to be the same folder,
+    and the assembler the same program, which is a part of every key.
+    """
     if unsupported() is None:
         from torch._inductor import async_compile
+        from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
 
+        _set_triton_ptxas_path()
+        kernel_cache(device)
         getattr(async_compile, "maybe_warm_pool", async_compile.AsyncCompile.warm_pool)()
 
 
