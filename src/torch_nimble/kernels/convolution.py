@@ -13,7 +13,9 @@ weights when they are laid out, if they are. Matrix units would cut off what is 
 by twice as much and always to one side.
 
 A long sum over a small image is a long chain of loads in few programs. It can be cut, too: each part is
-summed by programs of its own, and a second kernel adds the parts up in a fixed order.
+summed by programs of its own, and a second kernel adds the parts up in a fixed order. The first is not
+launched early, and the second does not let the next one be: programs that need so much of a processor
+must not crowd.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ def launches(site: Site, way: Way) -> tuple[Launch, ...]:
         "num_stages": stages,
     }
     grid = ceil_div(pixels, count), ceil_div(site.made, made), parts
-    main = Launch(_convolution, grid, constants, parts)
+    main = Launch(_convolution, grid, constants, parts, early=parts == 1)
     if parts == 1:
         return (main,)
     rest = {**ends, "PARTS": parts, "PIXELS": 4, "MADE": 128, "num_warps": 4}
@@ -105,7 +107,6 @@ def _convolution(  # type: ignore[no-untyped-def]
     PARTS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    let_next_start(EARLY)
     CHANNELS: tl.constexpr = IMAGE[1]
     pixel, image, row, column = pixels(tl.program_id(0), PIXELS, RESULT)
     known = pixel < RESULT[0] * RESULT[1] * RESULT[2]
@@ -159,6 +160,7 @@ def _convolution(  # type: ignore[no-untyped-def]
             if LINEAR:
                 matrix = _operand(matrix, "", PRECISION)
             total = tl.dot(values, matrix, total, input_precision=PRECISION)
+    let_next_start(EARLY)
     if HAS_BIAS:
         total += tl.load(bias + of_result, mask=is_made, other=0.0).to(tl.float32)[None, :]
     mask = known[:, None] & is_made[None, :]
@@ -186,7 +188,6 @@ def _added_up(  # type: ignore[no-untyped-def]
     MADE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    let_next_start(EARLY)
     COUNT: tl.constexpr = RESULT[0] * RESULT[1] * RESULT[2]
     pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     of_result = tl.program_id(1) * MADE + tl.arange(0, MADE)

@@ -62,7 +62,6 @@ def _depthwise(  # type: ignore[no-untyped-def]
     CHANNELS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    let_next_start(EARLY)
     pixel, image, row, column = pixels(tl.program_id(0), PIXELS, RESULT)
     known = pixel < RESULT[0] * RESULT[1] * RESULT[2]
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
@@ -76,6 +75,7 @@ def _depthwise(  # type: ignore[no-untyped-def]
         values = tl.load(x + place[:, None] + channel[None, :], mask=mask, other=0.0)
         scale = tl.load(weight + tap * IMAGE[1] + channel, mask=there, other=0.0)
         total += activate(values.to(tl.float32), BEFORE) * scale.to(tl.float32)[None, :]
+    let_next_start(EARLY)
     if HAS_BIAS:
         total += tl.load(bias + channel, mask=there, other=0.0).to(tl.float32)[None, :]
     mask = known[:, None] & there[None, :]

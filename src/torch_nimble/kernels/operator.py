@@ -29,6 +29,8 @@ _LINEAR = ("linear", "rows")
 """Families that read a weight as linear layers have it."""
 _EARLY_FROM = 90
 """The first compute capability at which kernels can wait for others by themselves."""
+_PDL = {"launch_pdl": True}
+"""Triton's name for that, programmatic dependent launch."""
 _library = torch.library.Library("torch_nimble", "DEF")  # type: ignore[no-untyped-call]
 _library.define(_SCHEMA, tags=(torch.Tag.needs_exact_strides,))  # type: ignore[no-untyped-call]
 
@@ -90,16 +92,22 @@ def site_of(
 def launches_of(site: Site, config: str, capability: int) -> tuple[Launch, ...]:
     """What carries a site out in the way of a config, on a device of that compute capability.
 
-    From Hopper on, a kernel is launched while those before it still run, and waits for their end itself.
+    From Hopper on, a kernel is launched while the one before it still runs, and waits for its end
+    itself, which saves a quarter to half of a microsecond each time.
     """
     from torch_nimble.kernels import convolution, depthwise, vector
 
     way = Way.parse(config)
     families = {"depthwise": depthwise, "vector": vector, "rows": vector}
     family = families.get(way.family, convolution)
-    start = {"EARLY": True, "launch_pdl": True} if capability >= _EARLY_FROM else {"EARLY": False}
+    launches: tuple[Launch, ...] = family.launches(site, way)
+    early = capability >= _EARLY_FROM
     return tuple(
-        replace(launch, constants={**launch.constants, **start}) for launch in family.launches(site, way)
+        replace(
+            launch,
+            constants={**launch.constants, "EARLY": early, **(_PDL if early and launch.early else {})},
+        )
+        for launch in launches
     )
 
 

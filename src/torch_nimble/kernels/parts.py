@@ -19,6 +19,8 @@ class Launch:
     constants: dict[str, Any]
     parts: int = 1
     """If more, out is room for as many sums in float32, which the launch after it takes as x."""
+    early: bool = True
+    """Whether it may be launched before the kernel before it has ended, where a GPU can do that."""
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -28,7 +30,11 @@ def ceil_div(a: int, b: int) -> int:
 
 @triton.jit
 def let_next_start(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Have the next kernel of the stream launched now: it waits before it reads, as this one does."""
+    """Have the next kernel of the stream launched now: it waits before it reads, as this one does.
+
+    Shortly before the end: programs that are launched while most processors are taken crowd on the
+    few others, and work there side by side when it is their turn.
+    """
     if EARLY:
         gdc_launch_dependents()
 

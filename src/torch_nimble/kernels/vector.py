@@ -52,7 +52,6 @@ def _vector(  # type: ignore[no-untyped-def]
     SUMMED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    let_next_start(EARLY)
     pixel = tl.program_id(1)
     of_result = tl.program_id(0) * MADE + tl.arange(0, MADE)
     is_made = of_result < RESULTS
@@ -69,6 +68,7 @@ def _vector(  # type: ignore[no-untyped-def]
             of_weight = channel[:, None] * RESULTS + of_result[None, :]
         matrix = tl.load(weight + of_weight, mask=is_there[:, None] & is_made[None, :], other=0.0)
         total += tl.sum(values[:, None] * matrix.to(tl.float32), axis=0)
+    let_next_start(EARLY)
     if HAS_BIAS:
         total += tl.load(bias + of_result, mask=is_made, other=0.0).to(tl.float32)
     place = pixel * RESULTS + of_result
