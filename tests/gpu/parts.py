@@ -41,6 +41,36 @@ class Branches(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+class Separable(nn.Module):
+    """Cells of parallel separable convolutions that are added: chains of kernels of our own."""
+
+    def __init__(self, width: int = 32, cells: int = 3) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, 2, 1)
+        self.cells = nn.ModuleList(
+            nn.ModuleList(self._branch(width, size) for size in (3, 3, 5, 7)) for _ in range(cells)
+        )
+        self.head = nn.Linear(width, 10)
+
+    @staticmethod
+    def _branch(width: int, size: int) -> nn.Sequential:
+        parts: list[nn.Module] = []
+        for _ in range(2):
+            parts += [
+                nn.ReLU(),
+                nn.Conv2d(width, width, size, padding=size // 2, groups=width, bias=False),
+                nn.Conv2d(width, width, 1, bias=False),
+                nn.BatchNorm2d(width),
+            ]
+        return nn.Sequential(*parts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for cell in self.cells:
+            x = x + sum(branch(x) for branch in cell)
+        return self.head(x.mean((2, 3)))
+
+
 class Towers(nn.Module):
     """Matrix products on several branches: cuBLAS needs a workspace on each stream."""
 

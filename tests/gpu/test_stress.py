@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import torch_nimble as nimble
-from gpu.parts import Branches, Towers, calibrated, trial_of
+from gpu.parts import Branches, Separable, Towers, calibrated, trial_of
 from torch_nimble import zoo
 from torch_nimble.execute.cuda import CudaExecutable
 from torch_nimble.execute.room import Room
@@ -36,7 +36,11 @@ def networks() -> dict[str, Callable[[], tuple[torch.nn.Module, torch.Tensor]]]:
     def towers() -> tuple[torch.nn.Module, torch.Tensor]:
         return Towers().cuda().eval(), torch.randn(8, 256, device="cuda")
 
-    return {"random-wired": wired, "branches": branches, "towers": towers}
+    def separable() -> tuple[torch.nn.Module, torch.Tensor]:
+        x = torch.randn(1, 3, 48, 48, device="cuda")
+        return calibrated(Separable(), x).half(), x.half()
+
+    return {"random-wired": wired, "branches": branches, "towers": towers, "separable": separable}
 
 
 @pytest.fixture(scope="module", params=list(networks()))
@@ -51,6 +55,9 @@ def case(request: pytest.FixtureRequest) -> tuple[Trial, list[torch.Tensor], lis
     executable.bind(trial.constants, [x])
     references = [executable.run([value]) for value in inputs]
     assert not torch.equal(references[0][0], references[1][0])
+    kinds = [task.kind for task in trial.lowered.graph.tasks]
+    if request.param == "separable":  # early launches of our kernels, most of all
+        assert sum("convolve" in kind for kind in kinds) > len(kinds) / 2
     return trial, inputs, references
 
 
