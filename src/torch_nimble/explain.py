@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from torch_nimble.execute.measure import Timing
-from torch_nimble.kernels.sites import LIBRARY
+from torch_nimble.kernels.sites import APART, LIBRARY, Site
 from torch_nimble.plans import GraphFacts
 
 log = logging.getLogger("torch_nimble")
@@ -76,6 +76,7 @@ class SignatureAccount:
     notes: tuple[str, ...] = ()
     tasks_are: str = "operators"
     kernels: tuple[KernelAccount, ...] = ()
+    kinds: tuple[KindAccount, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,32 @@ class KernelAccount:
     def saved_us(self) -> float:
         """What all of them together are shorter than the library's, by their own times."""
         known = {LIBRARY: 0.0, self.chosen: 0.0, **self.times_us}
-        return self.count * (known[LIBRARY] - known[self.chosen])
+        return self.count * (known[LIBRARY] - known[self.chosen]) if self.layers else 0.0
+
+    @property
+    def layers(self) -> int:
+        """How many layers of the model these are: two each where one kernel is for both."""
+        if self.chosen == APART:
+            return 0
+        return self.count * (2 if Site.parse(self.site).kind == "separable" else 1)
+
+
+@dataclass(frozen=True)
+class KindAccount:
+    """Tasks of one kind of work: what they take together, and the least that they could take."""
+
+    kind: str
+    tasks: int
+    us: float
+    floor_us: float | None
+    """To fetch their bytes and to compute (`report/floors.py`); None where the device is not known."""
+    launch_us: float | None
+    """To launch as many kernels, whatever they do."""
+
+    @property
+    def times_floor(self) -> float | None:
+        """How many times their floor they take; None where there is none."""
+        return self.us / self.floor_us if self.floor_us else None
 
 
 @dataclass(frozen=True)
@@ -198,10 +224,10 @@ def _signature_lines(account: SignatureAccount) -> list[str]:
     if account.memory_bytes:
         lines.append(f"memory beside the weights: {account.memory_bytes / 2**20:.1f} MiB")
     if account.kernels:
-        own = sum(kernel.count for kernel in account.kernels if kernel.chosen != LIBRARY)
+        own = sum(kernel.layers for kernel in account.kernels if kernel.chosen != LIBRARY)
         saved = sum(kernel.saved_us for kernel in account.kernels)
         lines.append(
-            f"layers: {own} of {sum(k.count for k in account.kernels)} by kernels of our own, "
+            f"layers: {own} of {sum(k.layers for k in account.kernels)} by kernels of our own, "
             f"which take {_time(saved)} less than the library's by themselves"
         )
     if account.training:

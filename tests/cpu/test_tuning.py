@@ -171,7 +171,9 @@ def tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Tried:
     """A folder of its own, and a list of what was tried; a stand-in finds what its name says."""
     asked: Tried = []
 
-    def try_all(sites: Collection[Site], device: torch.device, effort: Effort) -> list[Tuned]:
+    def try_all(
+        sites: Collection[Site], device: torch.device, effort: Effort, known: Any
+    ) -> list[Tuned]:
         asked.append((effort, list(sites)))
         return [tuned(one, f"vector/{one.made}/{len(asked)}/4") for one in sites]
 
@@ -277,7 +279,7 @@ FUNCTIONS = {
 def test_what_is_as_good_as_torch_may_win_and_what_is_wrong_may_not(one: Site) -> None:
     """A candidate by torch itself, and the same with one thing left out."""
     example = tuning._Example(one, CPU)
-    x, weight, bias, added = example._sets[0]
+    x, weight, bias, added = example.tensors[0]
     groups = one.image[1] if one.kind == "depthwise" else 1
 
     def right(number: int, **left_out: Any) -> Tensor:

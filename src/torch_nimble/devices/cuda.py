@@ -32,7 +32,7 @@ from torch_nimble.execute.room import Room
 from torch_nimble.execute.timelines import cuda_timeline
 from torch_nimble.explain import Candidate, not_tried
 from torch_nimble.flags import convolutions_may_use_tf32, matmul_may_use_tf32
-from torch_nimble.kernels.sites import LIBRARY, Tuning
+from torch_nimble.kernels.sites import APART, LIBRARY, Tuning
 from torch_nimble.lower import Lowered, inductor
 from torch_nimble.lower import lower as lower_operators
 from torch_nimble.options import Options
@@ -101,7 +101,10 @@ class CudaDevice(Device):
         except (RuntimeError, ValueError) as reason:
             notes.append(not_tried("kernels of our own", reason))
             return ()
-        return tuple((found[str(site)], count) for site, count in sites.items())
+        for site, count in [*sites.items()]:  # layers that are carried out with another one
+            if site.kind == "separable" and found[str(site)].chosen != APART:
+                sites.subtract(dict.fromkeys(site.parts(), count))
+        return tuple((found[str(site)], count) for site, count in sites.items() if count)
 
     def lowerings(
         self,
@@ -139,7 +142,7 @@ class CudaDevice(Device):
         if plan is not None:
             check_precision(plan.kernels)
             return inductor.lower(captured, plan.layout, self.device, plan.kernels)
-        kernels = {one.site: one.chosen for one, _ in tuned if one.chosen != LIBRARY}
+        kernels = {one.site: one.chosen for one, _ in tuned if one.chosen not in (LIBRARY, APART)}
         convolves = any(one.site in kernels and one.kind != "linear" for one, _ in tuned)
         layout = "channels-last" if convolves else faster_layout(captured, self.device)
         try:

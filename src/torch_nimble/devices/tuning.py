@@ -5,7 +5,7 @@ where they may not do much worse than torch does, and timed side by side in inte
 is one replay of some calls on several sets of tensors, one after another: as in a network, a call finds
 the cache of the device warm and that of its processors cold. The library's time has what it needs for a
 bias, a sum or an activation in it, as one kernel more; what comes before a layer is not held against it.
-Ours has to win by more than noise.
+Ours has to win by more than noise. One kernel for two layers has to win against the best for each.
 
 What was found is kept on disk by device, versions and flags, so that a machine tunes a site once.
 """
@@ -21,9 +21,10 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -33,8 +34,15 @@ from torch_nimble.devices.replays import Replayed, Replays
 from torch_nimble.errors import PlanError
 from torch_nimble.execute.check import relative_error
 from torch_nimble.execute.measure import alone
-from torch_nimble.kernels.operator import capability_of, compile_ahead, convolve, lay_out, may_round
-from torch_nimble.kernels.sites import LIBRARY, Effort, Site, Tuned, Way, configs
+from torch_nimble.kernels.operator import (
+    capability_of,
+    compile_ahead,
+    convolve,
+    convolve_separably,
+    lay_out,
+    may_round,
+)
+from torch_nimble.kernels.sites import APART, LIBRARY, Effort, Site, Tuned, Way, configs
 from torch_nimble.lower import inductor
 from torch_nimble.lower.remembered import surroundings
 
@@ -72,7 +80,7 @@ def tune(sites: Collection[Site], device: torch.device, effort: Effort) -> dict[
         start = time.perf_counter()
         found: list[Tuned] = []
         try:
-            found.extend(_try_all(missing, device, effort))
+            found.extend(_try_all(missing, device, effort, known))
         finally:  # what was found is not lost with the rest
             _add(path, effort, found)
         known |= {tuned.site: tuned for tuned in found}
@@ -93,22 +101,38 @@ def check_precision(kernels: Mapping[str, str]) -> None:
         )
 
 
-def _try_all(sites: Iterable[Site], device: torch.device, effort: Effort) -> Iterator[Tuned]:
+def _try_all(
+    sites: Collection[Site], device: torch.device, effort: Effort, known: Mapping[str, Tuned]
+) -> Iterator[Tuned]:
+    """Single layers first: two at once are held against what is best for each."""
     plans = {site: configs(site, effort, may_round(site.kind)) for site in sites}
-    cache = str(inductor.kernel_cache(device))
-    inductor.in_workers(
-        compile_ahead,
-        [(site, c, capability_of(device), cache) for site, tried in plans.items() for c in tried],
-    )
-    replays = Replays(device)
-    for site, tried in plans.items():
-        yield _try_one(site, tried, replays)
+    calls = [
+        (site, config, capability_of(device), str(inductor.kernel_cache(device)))
+        for site, tried in plans.items()
+        for config in tried
+    ]
+    compiled = inductor.in_workers(compile_ahead, calls)
+    for site in sites:  # meanwhile libraries load what they need, which takes them as long
+        if site.kind != "separable":
+            _Example(site, device).library(0)
+    compiled()
+    replays, found = Replays(device), dict(known)
+    for site, tried in sorted(plans.items(), key=lambda plan: plan[0].kind == "separable"):
+        if site.kind == "separable":
+            parts = [found[str(part)] for part in site.parts()]
+            tuned = _try_one(site, tried, replays, _Separable(site, device, parts))
+        else:
+            tuned = _try_one(site, tried, replays, _Example(site, device))
+        found[str(site)] = tuned
+        yield tuned
 
 
-def _try_one(site: Site, tried: Iterable[str], replays: Replays) -> Tuned:
+def _try_one(
+    site: Site, tried: Iterable[str], replays: Replays, example: _Example | _Separable
+) -> Tuned:
     """Check and time the candidates of a site."""
-    example, refused = _Example(site, replays.device), dict[str, str]()
-    runs: dict[str, Replayed] = {LIBRARY: replays.of(_several(example.library, example.sets))}
+    refused = dict[str, str]()
+    runs: dict[str, Replayed] = {example.usual: replays.of(_several(example.as_usual(), example.sets))}
     for config in tried:
         run = example.ours(config)
         try:
@@ -128,14 +152,15 @@ def _try_one(site: Site, tried: Iterable[str], replays: Replays) -> Tuned:
             for name, replayed in runs.items():
                 samples[name].append(replayed.seconds() * 1e6 / _CALLS)
     times = {name: statistics.median(us) for name, us in samples.items()}
-    return Tuned(str(site), site.kind, chosen_of(times), times, refused)
+    chosen = chosen_of(times, example.usual)
+    return Tuned(str(site), site.kind, chosen, {**example.known_us, **times}, refused)
 
 
-def chosen_of(times_us: Mapping[str, float]) -> str:
-    """The fastest; the library if nothing is clearly faster, the first tried of equals."""
-    best = min(times_us, key=lambda name: times_us[name], default=LIBRARY)
-    limit = _CLEARLY * times_us.get(LIBRARY, float("inf"))
-    return best if times_us.get(best, float("inf")) < limit else LIBRARY
+def chosen_of(times_us: Mapping[str, float], usual: str = LIBRARY) -> str:
+    """The fastest; what is usual if nothing is clearly faster, the first tried of equals."""
+    best = min(times_us, key=lambda name: times_us[name], default=usual)
+    limit = _CLEARLY * times_us.get(usual, float("inf"))
+    return best if times_us.get(best, float("inf")) < limit else usual
 
 
 def _several(run: Callable[[int], Tensor], sets: int) -> Callable[[], None]:
@@ -147,11 +172,14 @@ def _several(run: Callable[[int], Tensor], sets: int) -> Callable[[], None]:
 
 
 class _Example:
-    """Random tensors for a site, and what to make of them."""
+    """Random tensors for a layer, and what to make of them."""
+
+    usual = LIBRARY
+    known_us: Mapping[str, float] = MappingProxyType({})
 
     def __init__(self, site: Site, device: torch.device) -> None:
-        self._site = site
-        self._dtype: torch.dtype = getattr(torch, site.dtype)
+        self.site = site
+        self.dtype: torch.dtype = getattr(torch, site.dtype)
         generator = torch.Generator(device).manual_seed(0)
         images, channels, height, width = site.image
         summed = 1 if site.kind == "depthwise" else channels
@@ -163,51 +191,57 @@ class _Example:
             return torch.randn(shape, generator=generator, device=device)
 
         def image(*shape: int) -> Tensor:
-            return random(*shape).to(self._dtype, memory_format=torch.channels_last)
+            return random(*shape).to(self.dtype, memory_format=torch.channels_last)
 
         def some() -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-            weight = (random(site.made, summed, *kernel) * scale).to(self._dtype)
-            bias = random(site.made).to(self._dtype) if site.has_bias else None
+            weight = (random(site.made, summed, *kernel) * scale).to(self.dtype)
+            bias = random(site.made).to(self.dtype) if site.has_bias else None
             added = image(*size) if site.adds else None
             return image(images, channels, height, width), weight, bias, added
 
         numbers = math.prod(site.image) + site.made * summed * math.prod(kernel) + 2 * math.prod(size)
-        self.sets = max(1, min(_SETS, _MOST_BYTES // (numbers * self._dtype.itemsize)))
-        self._sets = [some() for _ in range(self.sets)]
+        self.sets = max(1, min(_SETS, _MOST_BYTES // (numbers * self.dtype.itemsize)))
+        self.tensors = [some() for _ in range(self.sets)]
         largest = max(math.prod(site.image), math.prod(size))
         self._count = max(1, min(images, _MOST_EXACT * images // largest))
-        self._for_library = [w.contiguous(memory_format=torch.channels_last) for _, w, *_ in self._sets]
-        self._exact = self._part(torch.double)
-        self._allowed = max(_NO_WORSE * self._error(self._part(self._dtype)), _FLOORS[self._dtype])
-
-    def _convolved(self, x: Tensor, weight: Tensor) -> Tensor:
-        site = self._site
-        window = site.window
-        groups = site.image[1] if site.kind == "depthwise" else 1
-        return F.conv2d(x, weight, None, window.stride, window.padding, window.dilation, groups)
+        self._for_library = [
+            weight.contiguous(memory_format=torch.channels_last) for _, weight, *_ in self.tensors
+        ]
+        self._check = _Check(self._part(torch.double), self._part(self.dtype))
 
     def _part(self, dtype: torch.dtype) -> Tensor:
         """What torch makes of the last images of the first set, by operators of that dtype."""
-        images, weights, biases, sums = self._sets[0]
-        x, weight = images[-self._count :].to(dtype), weights.to(dtype)
+        return self.exactly(self.tensors[0][0][-self._count :].to(dtype))
+
+    def exactly(self, images: Tensor) -> Tensor:
+        """What torch makes of some images, the last ones, with the first set of the rest."""
+        dtype = images.dtype
+        _, weights, biases, sums = self.tensors[0]
         bias = None if biases is None else biases.to(dtype)
-        added = None if sums is None else sums[-self._count :].to(dtype)
-        x = _ACTIVATIONS[self._site.before](x)
-        if self._site.kind == "linear":
-            made = F.linear(x.flatten(1), weight.flatten(1), bias)[:, :, None, None]
+        added = None if sums is None else sums[-len(images) :].to(dtype)
+        x = _ACTIVATIONS[self.site.before](images)
+        if self.site.kind == "linear":
+            made = F.linear(x.flatten(1), weights.to(dtype).flatten(1), bias)[:, :, None, None]
         else:
-            made = self._convolved(x, weight)
+            made = self._convolved(x, weights.to(dtype))
             made = made if bias is None else made + bias[:, None, None]
-        return _ACTIVATIONS[self._site.after](made if added is None else made + added)
+        return _ACTIVATIONS[self.site.after](made if added is None else made + added)
 
-    def _error(self, made: Tensor) -> float:
-        return relative_error(made[-self._count :].double(), self._exact)
+    def _convolved(self, x: Tensor, weight: Tensor) -> Tensor:
+        window = self.site.window
+        groups = self.site.image[1] if self.site.kind == "depthwise" else 1
+        return F.conv2d(x, weight, None, window.stride, window.padding, window.dilation, groups)
 
-    def library(self, number: int) -> Tensor:
-        """What torch would launch."""
-        x, weight, bias, added = self._sets[number]
-        ends = self._site.after or added is not None
-        if self._site.kind == "linear":
+    def as_usual(self) -> Callable[[int], Tensor]:
+        """What is done unless something else is clearly faster."""
+        return self.library
+
+    def library(self, number: int, x: Tensor | None = None) -> Tensor:
+        """What torch would launch for a set, or for another image with the rest of it."""
+        own, weight, bias, added = self.tensors[number]
+        x = own if x is None else x
+        ends = self.site.after or added is not None
+        if self.site.kind == "linear":
             made = F.linear(x.flatten(1), weight.flatten(1), bias)
             return made.relu_() if ends else made
         made = self._convolved(x, self._for_library[number])
@@ -215,22 +249,96 @@ class _Example:
             return made.add_(bias[:, None, None])
         return made.relu_() if ends else made
 
-    def ours(self, config: str) -> Callable[[int], Tensor]:
-        """What a kernel of ours makes of a set."""
-        site = self._site
+    def ours(self, config: str) -> Callable[..., Tensor]:
+        """What a kernel of ours makes of a set, or of another image with the rest of it."""
+        site = self.site
         window = list(site.window.numbers())
         rounded = Way.parse(config).precision == "tf32"
-        laid_out = [lay_out(weight, site.kind, rounded) for _, weight, *_ in self._sets]
+        laid_out = [lay_out(weight, site.kind, rounded) for _, weight, *_ in self.tensors]
+
+        def run(number: int, x: Tensor | None = None) -> Tensor:
+            own, _, bias, added = self.tensors[number]
+            image = own if x is None else x
+            return convolve(
+                image, laid_out[number], bias, added, window, site.before, site.after, config
+            )
+
+        return run
+
+    def by(self, config: str) -> Callable[..., Tensor]:
+        """What was chosen."""
+        return self.library if config == LIBRARY else self.ours(config)
+
+    def fault(self, run: Callable[[int], Tensor]) -> str:
+        """Why a candidate may not win: it is further from float64 than torch is."""
+        return self._check.fault(run(0))
+
+
+class _Separable:
+    """The same for two layers that one kernel can carry out: the second has what the first makes."""
+
+    usual = APART
+
+    def __init__(self, site: Site, device: torch.device, parts: Sequence[Tuned]) -> None:
+        self._site = site
+        deep, point = site.parts()
+        self._deep, self._point = _Example(deep, device), _Example(point, device)
+        self._chosen = [part.chosen for part in parts]
+        self.known_us = {LIBRARY: sum(part.times_us.get(LIBRARY, 0.0) for part in parts)}
+        self.sets = min(self._deep.sets, self._point.sets)
+        images = self._deep.tensors[0][0]
+        largest = max(math.prod(site.image), math.prod(point.image), images.shape[0] * site.made)
+        count = max(1, min(len(images), _MOST_EXACT * len(images) // largest))
+
+        def part(dtype: torch.dtype) -> Tensor:
+            return self._point.exactly(self._deep.exactly(images[-count:].to(dtype)))
+
+        self._check = _Check(part(torch.double), part(self._deep.dtype))
+
+    def as_usual(self) -> Callable[[int], Tensor]:
+        """One after the other, each as is best for it."""
+        deep, point = (
+            example.by(config)
+            for example, config in zip((self._deep, self._point), self._chosen, strict=True)
+        )
+        return lambda number: point(number, deep(number))
+
+    def ours(self, config: str) -> Callable[[int], Tensor]:
+        """Both at once."""
+        site, deep, point = self._site, self._deep.tensors, self._point.tensors
+        window = list(site.window.numbers())
+        rounded = Way.parse(config).precision == "tf32"
+        weights = [
+            (lay_out(w, "dense", rounded), lay_out(d, "depthwise"))
+            for (_, d, *_), (_, w, *_) in zip(deep, point, strict=False)
+        ]
 
         def run(number: int) -> Tensor:
-            x, _, bias, added = self._sets[number]
-            return convolve(x, laid_out[number], bias, added, window, site.before, site.after, config)
+            (x, _, between, _), (_, _, bias, added) = deep[number], point[number]
+            weight, first = weights[number]
+            kinds = (site.before, site.between, site.after)
+            return convolve_separably(x, weight, bias, added, first, between, window, *kinds, config)
 
         return run
 
     def fault(self, run: Callable[[int], Tensor]) -> str:
-        """Why a candidate may not win: it is further from float64 than torch is."""
-        error = self._error(run(0))
+        """Why a candidate may not win."""
+        return self._check.fault(run(0))
+
+
+class _Check:
+    """How far from float64 the last images of a result may be."""
+
+    def __init__(self, exact: Tensor, torchs: Tensor) -> None:
+        self._exact = exact
+        self._allowed = max(_NO_WORSE * self._error(torchs), _FLOORS[torchs.dtype])
+
+    def _error(self, made: Tensor) -> float:
+        return relative_error(made[-len(self._exact) :].double(), self._exact)
+
+    def fault(self, made: Tensor) -> str:
+        """Why a result is not good enough."""
+        error = self._error(made)
         if error <= self._allowed:
             return ""
         return f"its results are off by {error:.2g}, and {self._allowed:.2g} is allowed"

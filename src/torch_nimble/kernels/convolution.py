@@ -25,12 +25,13 @@ import triton.language as tl
 
 from torch_nimble.kernels.parts import (
     Launch,
-    activate,
     ceil_div,
     is_inside,
     let_next_start,
     looked_at,
+    operand,
     pixels,
+    store,
     wait_for_earlier,
 )
 from torch_nimble.kernels.sites import Site, Way
@@ -69,18 +70,6 @@ def launches(site: Site, way: Way) -> tuple[Launch, ...]:
         return (main,)
     rest = {**ends, "PARTS": parts, "PIXELS": 4, "MADE": 128, "num_warps": 4}
     return main, Launch(_added_up, (ceil_div(pixels, 4), ceil_div(site.made, 128)), rest)
-
-
-@triton.jit
-def _operand(values, BEFORE: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Values of an image as they are multiplied."""
-    if BEFORE != "":
-        values = activate(values.to(tl.float32), BEFORE).to(values.dtype)
-    if PRECISION == "tf32":
-        values = tl.inline_asm_elementwise(
-            "cvt.rna.tf32.f32 $0, $1;", "=r,r", [values], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return values
 
 
 @triton.jit
@@ -124,7 +113,7 @@ def _convolution(  # type: ignore[no-untyped-def]
             mask = known[:, None] & (number < COUNT)[None, :] & is_inside(down, across, IMAGE)
             place = ((image[:, None] * IMAGE[2] + down) * IMAGE[3] + across) * CHANNELS
             values = tl.load(x + place + (number % CHANNELS)[None, :], mask=mask, other=0.0)
-            values = _operand(values, BEFORE, PRECISION)
+            values = operand(values, BEFORE, PRECISION)
             matrix = tl.load(
                 weight + number[:, None] * RESULT[3] + of_result[None, :],
                 mask=(number < COUNT)[:, None] & is_made[None, :],
@@ -151,25 +140,19 @@ def _convolution(  # type: ignore[no-untyped-def]
                 mask=inside[:, None] & is_there[None, :],
                 other=0.0,
             )
-            values = _operand(values, BEFORE, PRECISION)
+            values = operand(values, BEFORE, PRECISION)
             if LINEAR:
                 of_weight = channel[:, None] + of_result[None, :] * CHANNELS
             else:
                 of_weight = (tap * CHANNELS + channel)[:, None] * RESULT[3] + of_result[None, :]
             matrix = tl.load(weight + of_weight, mask=is_there[:, None] & is_made[None, :], other=0.0)
             if LINEAR:
-                matrix = _operand(matrix, "", PRECISION)
+                matrix = operand(matrix, "", PRECISION)
             total = tl.dot(values, matrix, total, input_precision=PRECISION)
     let_next_start(EARLY)
-    if HAS_BIAS:
-        total += tl.load(bias + of_result, mask=is_made, other=0.0).to(tl.float32)[None, :]
-    mask = known[:, None] & is_made[None, :]
-    place = pixel[:, None] * RESULT[3] + of_result[None, :]
-    if ADDS:
-        total += tl.load(added + place, mask=mask, other=0.0).to(tl.float32)
     if PARTS > 1:
-        place += tl.program_id(2) * (RESULT[0] * RESULT[1] * RESULT[2] * RESULT[3])
-    tl.store(out + place, activate(total, AFTER).to(out.dtype.element_ty), mask=mask)
+        out += tl.program_id(2) * (RESULT[0] * RESULT[1] * RESULT[2] * RESULT[3])
+    store(out, total, bias, added, pixel, of_result, known, is_made, RESULT[3], HAS_BIAS, ADDS, AFTER)
 
 
 @triton.jit
@@ -191,14 +174,12 @@ def _added_up(  # type: ignore[no-untyped-def]
     COUNT: tl.constexpr = RESULT[0] * RESULT[1] * RESULT[2]
     pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     of_result = tl.program_id(1) * MADE + tl.arange(0, MADE)
-    mask = (pixel < COUNT)[:, None] & (of_result < RESULT[3])[None, :]
+    known = pixel < COUNT
+    is_made = of_result < RESULT[3]
+    mask = known[:, None] & is_made[None, :]
     place = pixel[:, None] * RESULT[3] + of_result[None, :]
     total = tl.zeros((PIXELS, MADE), dtype=tl.float32)
     wait_for_earlier(EARLY)
     for part in tl.static_range(PARTS):
         total += tl.load(x + part * (COUNT * RESULT[3]) + place, mask=mask, other=0.0)
-    if HAS_BIAS:
-        total += tl.load(bias + of_result, mask=of_result < RESULT[3], other=0.0).to(tl.float32)[None, :]
-    if ADDS:
-        total += tl.load(added + place, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + place, activate(total, AFTER).to(out.dtype.element_ty), mask=mask)
+    store(out, total, bias, added, pixel, of_result, known, is_made, RESULT[3], HAS_BIAS, ADDS, AFTER)

@@ -13,12 +13,11 @@ import triton.language as tl
 
 from torch_nimble.kernels.parts import (
     Launch,
-    activate,
     ceil_div,
-    is_inside,
     let_next_start,
-    looked_at,
     pixels,
+    seen_through,
+    store,
     wait_for_earlier,
 )
 from torch_nimble.kernels.sites import Site, Way
@@ -66,20 +65,9 @@ def _depthwise(  # type: ignore[no-untyped-def]
     known = pixel < RESULT[0] * RESULT[1] * RESULT[2]
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     there = channel < IMAGE[1]
-    total = tl.zeros((PIXELS, CHANNELS), dtype=tl.float32)
     wait_for_earlier(EARLY)
-    for tap in tl.static_range(WINDOW[0] * WINDOW[1]):
-        down, across = looked_at(row, column, tap // WINDOW[1], tap % WINDOW[1], WINDOW)
-        mask = (known & is_inside(down, across, IMAGE))[:, None] & there[None, :]
-        place = ((image * IMAGE[2] + down) * IMAGE[3] + across) * IMAGE[1]
-        values = tl.load(x + place[:, None] + channel[None, :], mask=mask, other=0.0)
-        scale = tl.load(weight + tap * IMAGE[1] + channel, mask=there, other=0.0)
-        total += activate(values.to(tl.float32), BEFORE) * scale.to(tl.float32)[None, :]
+    total = seen_through(
+        x, weight, image, row, column, known, channel, IMAGE, WINDOW, BEFORE, PIXELS, CHANNELS
+    )
     let_next_start(EARLY)
-    if HAS_BIAS:
-        total += tl.load(bias + channel, mask=there, other=0.0).to(tl.float32)[None, :]
-    mask = known[:, None] & there[None, :]
-    place = pixel[:, None] * IMAGE[1] + channel[None, :]
-    if ADDS:
-        total += tl.load(added + place, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + place, activate(total, AFTER).to(out.dtype.element_ty), mask=mask)
+    store(out, total, bias, added, pixel, channel, known, there, IMAGE[1], HAS_BIAS, ADDS, AFTER)

@@ -1,7 +1,8 @@
-"""The operator that stands for our kernels in a graph: `torch_nimble::convolve`.
+"""The operators that stand for our kernels in a graph: `torch_nimble::convolve`, and
+`torch_nimble::convolve_separably` for two layers at once.
 
-One for all families: which kernel carries it out is an argument, chosen ahead of time. Its weight is
-laid out by `lay_out`, its image and result are channels-last.
+Which kernel carries one out is an argument, chosen ahead of time. Weights are laid out by `lay_out`,
+images and results are channels-last.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ if TYPE_CHECKING:
     from torch_nimble.kernels.parts import Launch
 
 Tensor = torch.Tensor
-_SCHEMA = (
+_SCHEMAS = (
     "convolve(Tensor x, Tensor weight, Tensor? bias, Tensor? added, int[8] window, "
-    "str before, str after, str config) -> Tensor"
+    "str before, str after, str config) -> Tensor",
+    "convolve_separably(Tensor x, Tensor weight, Tensor? bias, Tensor? added, Tensor deep, "
+    "Tensor? bias_between, int[8] window, str before, str between, str after, str config) -> Tensor",
 )
 _LINEAR = ("linear", "rows")
 """Families that read a weight as linear layers have it."""
@@ -32,7 +35,8 @@ _EARLY_FROM = 90
 _PDL = {"launch_pdl": True}
 """Triton's name for that, programmatic dependent launch."""
 _library = torch.library.Library("torch_nimble", "DEF")  # type: ignore[no-untyped-call]
-_library.define(_SCHEMA, tags=(torch.Tag.needs_exact_strides,))  # type: ignore[no-untyped-call]
+for _schema in _SCHEMAS:
+    _library.define(_schema, tags=(torch.Tag.needs_exact_strides,))  # type: ignore[no-untyped-call]
 
 
 def lay_out(weight: Tensor, kind: Kind, to_tf32: bool = False) -> Tensor:
@@ -73,11 +77,10 @@ def site_of(
     config: str,
 ) -> Site:
     """What the operator is asked to compute."""
-    images, channels, height, width = x.shape
     family = Way.parse(config).family
     kind: Kind = "depthwise" if family == "depthwise" else "linear" if family in _LINEAR else "dense"
     return Site(
-        image=(images, channels, height, width),
+        image=_four(x),
         made=weight.shape[0 if kind == "linear" else 1],
         window=Window.from_numbers(tuple(window)),
         dtype=str(x.dtype).removeprefix("torch."),
@@ -89,16 +92,50 @@ def site_of(
     )
 
 
+def separable_site_of(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    added: Tensor | None,
+    deep: Tensor,
+    bias_between: Tensor | None,
+    window: Sequence[int],
+    before: str,
+    between: str,
+    after: str,
+    config: str,
+) -> Site:
+    """What the operator for two layers is asked to compute."""
+    return Site(
+        image=_four(x),
+        made=weight.shape[1],
+        window=Window.from_numbers(tuple(window)),
+        dtype=str(x.dtype).removeprefix("torch."),
+        kind="separable",
+        before=before,
+        after=after,
+        has_bias=bias is not None,
+        adds=added is not None,
+        between=between,
+        bias_between=bias_between is not None,
+    )
+
+
+def _four(x: Tensor) -> tuple[int, int, int, int]:
+    images, channels, height, width = x.shape
+    return images, channels, height, width
+
+
 def launches_of(site: Site, config: str, capability: int) -> tuple[Launch, ...]:
     """What carries a site out in the way of a config, on a device of that compute capability.
 
     From Hopper on, a kernel is launched while the one before it still runs, and waits for its end
     itself, which saves a quarter to half of a microsecond each time.
     """
-    from torch_nimble.kernels import convolution, depthwise, vector
+    from torch_nimble.kernels import convolution, depthwise, separable, vector
 
     way = Way.parse(config)
-    families = {"depthwise": depthwise, "vector": vector, "rows": vector}
+    families = {"depthwise": depthwise, "separable": separable, "vector": vector, "rows": vector}
     family = families.get(way.family, convolution)
     launches: tuple[Launch, ...] = family.launches(site, way)
     early = capability >= _EARLY_FROM
@@ -141,7 +178,7 @@ def compile_ahead(site: Site, config: str, capability: int, cache: str) -> None:
     try:
         for launch in launches_of(site, config, capability):
             made = torch.float32 if launch.parts > 1 else dtype
-            types = (given, dtype, dtype, dtype, made)
+            types = (given, dtype, dtype, dtype, made, *([dtype, dtype] * (site.kind == "separable")))
             launch.kernel.warmup(*types, grid=launch.grid, **launch.constants)
             given = made
     finally:  # others compile in this process, too
@@ -165,20 +202,32 @@ def _convolve(
     x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None, *rest: Any
 ) -> Tensor:
     site = site_of(x, weight, bias, added, *rest)
+    return _carry_out(site, rest[-1], (x, weight, bias, added))
+
+
+def _convolve_separably(*args: Any) -> Tensor:
+    return _carry_out(separable_site_of(*args), args[-1], args[:6])
+
+
+def _carry_out(site: Site, config: str, tensors: Sequence[Tensor | None]) -> Tensor:
+    """Launch what a config says on an image, a weight, and what else there is."""
+    x, weight, bias, added, *deep = tensors
+    assert x is not None
     result = result_of(x, site)
     bias = weight if bias is None else bias  # not looked at then
     added = result if added is None else added
-    for launch in launches_of(site, rest[-1], capability_of(x.device)):
+    deep = [weight if tensor is None else tensor for tensor in deep]
+    for launch in launches_of(site, config, capability_of(x.device)):
         out = result
         if launch.parts > 1:
             several = (launch.parts, result.numel())
             out = torch.empty(several, dtype=torch.float32, device=x.device)
         try:
-            launch.kernel[launch.grid](x, weight, bias, added, out, **launch.constants)
+            launch.kernel[launch.grid](x, weight, bias, added, out, *deep, **launch.constants)
         except Exception as reason:  # Triton's own errors have no base that is torch's, too
             said = str(reason).strip().splitlines()[:1]
             raise RuntimeError(
-                f"the kernel {rest[-1]} for {site} cannot be launched: {type(reason).__name__}: {said}"
+                f"the kernel {config} for {site} cannot be launched: {type(reason).__name__}: {said}"
             ) from reason
         x = out
     return result
@@ -188,6 +237,13 @@ def _made(x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None, 
     return result_of(x, site_of(x, weight, bias, added, *rest))
 
 
+def _made_separably(x: Tensor, *rest: Any) -> Tensor:
+    return result_of(x, separable_site_of(x, *rest))
+
+
 _library.impl("convolve", _convolve, "CUDA")  # type: ignore[no-untyped-call]
+_library.impl("convolve_separably", _convolve_separably, "CUDA")  # type: ignore[no-untyped-call]
 torch.library.register_fake("torch_nimble::convolve", _made, lib=_library)
+torch.library.register_fake("torch_nimble::convolve_separably", _made_separably, lib=_library)
 convolve: Callable[..., Tensor] = torch.ops.torch_nimble.convolve.default
+convolve_separably: Callable[..., Tensor] = torch.ops.torch_nimble.convolve_separably.default

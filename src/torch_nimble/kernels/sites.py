@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
 from torch_nimble.errors import PlanError
 
-Kind = Literal["dense", "depthwise", "linear"]
+Kind = Literal["dense", "depthwise", "linear", "separable"]
 """Every channel of the result from all of the image's; each from one; a linear layer, whose rows are
-images of one pixel."""
+images of one pixel; a depthwise convolution and the 1×1 convolution that its result is for."""
 Effort = Literal["off", "fast", "full"]
 EFFORTS: tuple[str, ...] = get_args(Effort)
 
 LIBRARY = "library"
 """The choice to leave a convolution to torch."""
+APART = "apart"
+"""The choice to carry two layers out one after the other, each as is best for it."""
 
 ACTIVATIONS = ("", "relu", "relu6", "silu", "hardswish", "gelu", "sigmoid")
 """Those that kernels know."""
@@ -23,12 +25,22 @@ BEFORE = ACTIVATIONS[:-1]
 """Those that may come before a convolution: they are zero at zero, as the padding of images is."""
 
 DTYPES = ("float16", "bfloat16", "float32")
-_NUMBERS = {"depthwise": 3, "vector": 3, "rows": 3, "convolution": 6, "gathered": 6, "linear": 6}
+_NUMBERS = {
+    "depthwise": 3,
+    "vector": 3,
+    "rows": 3,
+    "convolution": 6,
+    "gathered": 6,
+    "linear": 6,
+    "separable": 4,
+}
 """How many there are in a config of each family."""
 _PRECISIONS = ("", "tf32", "tf32x3", "ieee")
-_BY_MATRIX_UNIT = ("convolution", "gathered", "linear")
-_FAST = 3
+_BY_MATRIX_UNIT = ("convolution", "gathered", "linear", "separable")
+_FAST, _FAST_PAIRS = 3, 2
+"""How many configs are tried in a hurry; kernels for two layers take long to compile."""
 _FEW_PIXELS = 4
+_MOST_SEPARABLE = 384
 _SMALLEST_SUM = 16
 """What a matrix unit sums at least at a time."""
 
@@ -84,6 +96,10 @@ class Site:
     has_bias: bool = False
     adds: bool = False
     """Whether another tensor is added to the result, before the activation."""
+    between: str = ""
+    """What a separable one does to what its first half makes: an activation,"""
+    bias_between: bool = False
+    """after a bias."""
 
     def __str__(self) -> str:
         """A name for people and files; equal for equal sites only."""
@@ -92,6 +108,7 @@ class Site:
         words = [
             "×".join(map(str, image)),
             self.dtype,
+            *(["separable"] if self.kind == "separable" else []),
             "depthwise" if self.kind == "depthwise" else f"to {self.made}",
             "linear" if self.kind == "linear" else "×".join(map(str, window.kernel)),
         ]
@@ -102,6 +119,8 @@ class Site:
             if getattr(window, name) != getattr(usual, name)
         ]
         words += [f"{self.before} before"] if self.before else []
+        words += ["bias between"] if self.bias_between else []
+        words += [f"{self.between} between"] if self.between else []
         words += [name for name in ("bias" * self.has_bias, "sum" * self.adds, self.after) if name]
         return " ".join(words)
 
@@ -110,7 +129,11 @@ class Site:
         """The site of that name."""
         shape, dtype, *words = text.split()
         sizes = [int(number) for number in shape.split("×")]
-        kind: Kind = "depthwise" if words[0] == "depthwise" else "dense"
+        kind: Kind = "dense"
+        if words[0] == "separable":
+            kind, words = "separable", words[1:]
+        elif words[0] == "depthwise":
+            kind = "depthwise"
         made = sizes[1] if kind == "depthwise" else int(words[1])
         form, *words = words[1 if kind == "depthwise" else 2 :]
         if form == "linear":
@@ -120,8 +143,12 @@ class Site:
             geometry[words[0]] = _pair(words[1])
             words = words[2:]
         before = words[0] if words[1:2] == ["before"] else ""
-        ends = words[2:] if before else words
-        after = [word for word in ends if word not in ("bias", "sum")]
+        words = words[2:] if before else words
+        between = []
+        while words[1:2] == ["between"]:
+            between.append(words[0])
+            words = words[2:]
+        after = [word for word in words if word not in ("bias", "sum")]
         images, channels, height, width = (*sizes, 1, 1)[:4]
         return cls(
             (images, channels, height, width),
@@ -131,8 +158,50 @@ class Site:
             kind,
             before,
             after[0] if after else "",
-            "bias" in ends,
-            "sum" in ends,
+            "bias" in words,
+            "sum" in words,
+            next((word for word in between if word != "bias"), ""),
+            "bias" in between,
+        )
+
+    def parts(self) -> tuple[Site, Site]:
+        """The depthwise and the 1×1 convolution that a separable one consists of."""
+        images, channels, height, width = self.image
+        deep = replace(
+            self,
+            made=channels,
+            kind="depthwise",
+            after=self.between,
+            has_bias=self.bias_between,
+            adds=False,
+            between="",
+            bias_between=False,
+        )
+        size = self.window.size(height, width)
+        image = (images, channels, *size)
+        point = Site(
+            image,
+            self.made,
+            Window((1, 1)),
+            self.dtype,
+            after=self.after,
+            has_bias=self.has_bias,
+            adds=self.adds,
+        )
+        return deep, point
+
+    @classmethod
+    def separable(cls, deep: Site, point: Site) -> Site:
+        """The two as one; the second reads what the first makes."""
+        return replace(
+            deep,
+            made=point.made,
+            kind="separable",
+            after=point.after,
+            has_bias=point.has_bias,
+            adds=point.adds,
+            between=deep.after,
+            bias_between=deep.has_bias,
         )
 
 
@@ -186,10 +255,11 @@ def configs(site: Site, effort: Effort, may_round: bool = False) -> tuple[str, .
     """
     if effort == "off" or site.dtype not in DTYPES:
         return ()
-    found = tuple(dict.fromkeys(_depthwise(site) if site.kind == "depthwise" else _dense(site)))
+    ways = {"depthwise": _depthwise, "separable": _separable}.get(site.kind, _dense)
+    found = tuple(dict.fromkeys(ways(site)))
     matrices = [config for config in found if Way.parse(config).family in _BY_MATRIX_UNIT]
     others = [config for config in found if config not in matrices]
-    count = _FAST if effort == "fast" else len(found)
+    count = len(found) if effort == "full" else _FAST_PAIRS if site.kind == "separable" else _FAST
     if site.dtype != "float32" or not matrices:
         return found[:count]
     kept = matrices[: max(0, count - len(others))]
@@ -221,6 +291,28 @@ def _depthwise(site: Site) -> Iterator[str]:
     ]
     for pixels, channels, warps in (*first, *rest):
         yield f"depthwise/{pixels}/{channels}/{warps}"
+
+
+def _separable(site: Site) -> Iterator[str]:
+    """Pixels, channels made, how many are summed at a time, warps.
+
+    Every program that makes some of the channels computes the first half of all of them: nothing is
+    offered where that would be long.
+    """
+    channels = site.image[1]
+    if channels > _MOST_SEPARABLE:
+        return
+    whole, summed = max(16, _power(site.made)), max(_SMALLEST_SUM, _power(channels))
+    for pixels, made, at_a_time, warps in (
+        (16, 64, 64, 4),
+        (16, 128, 64, 8),
+        (32, 64, 32, 4),
+        (16, 32, 64, 4),
+        (16, 64, 32, 4),
+        (16, 256, 64, 8),
+        (32, 128, 64, 8),
+    ):
+        yield f"separable/{pixels}/{min(whole, made)}/{min(summed, at_a_time)}/{warps}"
 
 
 def _dense(site: Site) -> Iterator[str]:

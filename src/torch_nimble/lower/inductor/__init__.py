@@ -21,6 +21,7 @@ import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -126,22 +127,32 @@ def start_workers(device: torch.device) -> None:
         getattr(async_compile, "maybe_warm_pool", async_compile.AsyncCompile.warm_pool)()
 
 
-def in_workers(function: Callable[..., None], calls: Sequence[tuple[Any, ...]]) -> None:
-    """Call a function in the processes that compile kernels, if there are any; failures are logged."""
+def in_workers(function: Callable[..., None], calls: Sequence[tuple[Any, ...]]) -> Callable[[], None]:
+    """Call a function in the processes that compile kernels, if there are any; failures are logged.
+
+    What is given back waits until all of that is done.
+    """
     from torch._inductor import async_compile
 
     if async_compile.get_compile_threads() <= 1:
-        return
+        return lambda: None
     try:
         pool = async_compile.AsyncCompile.process_pool()
     except RuntimeError as reason:  # not where processes may have no children
         log.info("kernels are compiled one after another: %s", first_line(reason))
-        return
-    futures = [pool.submit(function, *arguments) for arguments in calls]
-    for future, arguments in zip(futures, calls, strict=True):
-        error = future.exception()
-        if error is not None:
-            log.info("a worker could not do %s: %s", arguments, first_line(error))
+        return lambda: None
+    # The pipe to a pool that is about to start is soon full.
+    feeder = ThreadPoolExecutor(1)
+    futures = feeder.submit(lambda: [pool.submit(function, *arguments) for arguments in calls])
+    feeder.shutdown(wait=False)
+
+    def wait() -> None:
+        for future, arguments in zip(futures.result(), calls, strict=True):
+            error = future.exception()
+            if error is not None:
+                log.info("a worker could not do %s: %s", arguments, first_line(error))
+
+    return wait
 
 
 def kernel_cache(device: torch.device) -> Path:
@@ -172,10 +183,12 @@ def time_inside(lock: contextlib.AbstractContextManager[None]) -> None:
 
 
 def find_sites(captured: Captured) -> Counter[Site]:
-    """Layers that kernels of ours could carry out, and how often each is there."""
+    """Layers that kernels of ours could carry out, and two at once, and how often each is there."""
     graph, frozen = _copy(captured)
     run_passes(graph, frozen, "channels-last", fused=True)
-    return Counter(found.site for found in select.find_sites(graph, frozen))
+    sites = select.find_sites(graph, frozen)
+    pairs = select.find_pairs(graph, sites)
+    return Counter([*(found.site for found in sites), *(pair.site for pair in pairs)])
 
 
 def _copy(captured: Captured) -> tuple[fx.Graph, frozenset[str]]:

@@ -2,8 +2,8 @@
 
 `find_sites` looks for convolutions of images and for linear layers of few rows, with constant weights,
 and for what can be part of their kernel: an activation before, a tensor to add, an activation after.
-`use_kernels` puts our operator where a kernel of ours was chosen. What is tried, and what wins, is not
-decided here.
+`find_pairs` looks for those that one kernel could carry out together. `use_kernels` puts our operators
+where a kernel of ours was chosen. What is tried, and what wins, is not decided here.
 
 Graphs need not be functional: a value is read at another time than before only if nobody writes anything
 in between. A tensor is added inside of a kernel only if the convolution depends on it anyway. Otherwise
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from torch_nimble.kernels.operator import convolve, lay_out
-from torch_nimble.kernels.sites import BEFORE, DTYPES, LIBRARY, Site, Way, Window
+from torch_nimble.kernels.operator import convolve, convolve_separably, lay_out
+from torch_nimble.kernels.sites import BEFORE, DTYPES, LIBRARY, Site, Way, Window, configs
 from torch_nimble.lower.passes.layout import channels_last, contiguous, keeps_layouts, reshape
 
 _aten = torch.ops.aten
@@ -56,28 +56,109 @@ class Found:
     added: fx.Node | None
 
 
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """A depthwise and a 1×1 convolution that one kernel can carry out."""
+
+    site: Site
+    deep: Found
+    point: Found
+
+
 def find_sites(graph: fx.Graph, constants: frozenset[str]) -> list[Found]:
     """All layers that kernels of ours could carry out."""
     search = _Search(graph, constants)
     return [found for node in graph.nodes if (found := search.at(node)) is not None]
 
 
+def find_pairs(graph: fx.Graph, sites: Sequence[Found]) -> list[Pair]:
+    """Those of a graph's sites that follow each other with nothing else in between."""
+    written = _Writes(graph)
+    makers = {found.nodes[-1]: found for found in sites}
+    pairs = []
+    for point in sites:
+        deep = makers.get(point.x)
+        if deep is None or (deep.site.kind, point.site.kind) != ("depthwise", "dense"):
+            continue
+        if not point.site.window.is_point or point.site.before or deep.site.adds:
+            continue
+        if _only_user(point.x) is not point.nodes[0]:
+            continue
+        steps = [*deep.nodes, point.nodes[0]]  # of which some may write the first one's result
+        site = Site.separable(deep.site, point.site)
+        if configs(site, "full") and not any(map(written.between, steps, steps[1:])):
+            pairs.append(Pair(site, deep, point))
+    return pairs
+
+
 def use_kernels(graph: fx.Graph, constants: frozenset[str], chosen: Mapping[str, str]) -> dict[str, int]:
     """Put our operator where a config was chosen for a site, by its text; how often for each."""
     counts: dict[str, int] = {}
     instead: dict[fx.Node, fx.Node] = {}
-    for found in find_sites(graph, constants):
-        site = str(found.site)
-        if chosen.get(site, LIBRARY) != LIBRARY:
-            instead[found.nodes[-1]] = _replace(graph, found, chosen[site], instead)
-            counts[site] = counts.get(site, 0) + 1
+    sites = find_sites(graph, constants)
+    pairs = [pair for pair in find_pairs(graph, sites) if str(pair.site) in chosen]
+    first, second = {pair.deep for pair in pairs}, {pair.point: pair for pair in pairs}
+    for found in sites:
+        pair = second.get(found)
+        site = str(pair.site if pair is not None else found.site)
+        if found in first or chosen.get(site, LIBRARY) == LIBRARY:
+            continue
+        result = found.nodes[-1]
+        if pair is not None:
+            instead[result] = _replace_pair(graph, pair, chosen[site], instead)
+        else:
+            instead[result] = _replace(graph, found, chosen[site], instead)
+        counts[site] = counts.get(site, 0) + 1
     return counts
+
+
+def _replace_pair(
+    graph: fx.Graph, pair: Pair, config: str, instead: Mapping[fx.Node, fx.Node]
+) -> fx.Node:
+    """One operator instead of two layers."""
+    site, node, last = pair.site, pair.point.nodes[0], pair.point.nodes[-1]
+
+    def given(value: Any, to: Any, *more: Any) -> fx.Node | None:
+        return None if value is None else graph.call_function(to, (instead.get(value, value), *more))
+
+    with graph.inserting_before(node):
+        rounded = Way.parse(config).precision == "tf32"
+        made = graph.call_function(
+            convolve_separably,
+            (
+                given(pair.deep.x, channels_last),
+                given(node.args[1], lay_out, "dense", rounded),
+                given(_bias(node), contiguous),
+                given(pair.point.added, channels_last),
+                given(pair.deep.nodes[0].args[1], lay_out, "depthwise", False),
+                given(_bias(pair.deep.nodes[0]), contiguous),
+                list(site.window.numbers()),
+                site.before,
+                site.between,
+                site.after,
+                config,
+            ),
+        )
+        made.meta = {**node.meta, "val": last.meta["val"]}
+    _put(graph, made, [*pair.deep.nodes, *pair.point.nodes])
+    return made
+
+
+def _put(graph: fx.Graph, made: fx.Node, nodes: Sequence[fx.Node]) -> None:
+    """Let a node stand where others were, which are in the order in which they are computed."""
+    nodes[-1].replace_all_uses_with(made)
+    for part in reversed(nodes):
+        graph.erase_node(part)
+
+
+def _bias(layer: fx.Node) -> Any:
+    return layer.args[2] if len(layer.args) > 2 else None
 
 
 def _replace(graph: fx.Graph, found: Found, config: str, instead: Mapping[fx.Node, fx.Node]) -> fx.Node:
     """Our operator instead of what was found; `instead` has those that others were replaced by."""
     node, site = found.nodes[0], found.site
-    bias = node.args[2] if len(node.args) > 2 else None
+    bias = _bias(node)
     is_linear = site.kind == "linear"
     value = found.nodes[-1].meta["val"]
 
@@ -104,9 +185,7 @@ def _replace(graph: fx.Graph, found: Found, config: str, instead: Mapping[fx.Nod
         if is_linear:
             made = graph.call_function(reshape, (made, tuple(value.shape)))
         made.meta = {**node.meta, "val": value}
-    found.nodes[-1].replace_all_uses_with(made)
-    for part in reversed(found.nodes):
-        graph.erase_node(part)
+    _put(graph, made, found.nodes)
     return made
 
 
@@ -114,8 +193,7 @@ class _Search:
     """What is known of a graph while sites are looked for."""
 
     def __init__(self, graph: fx.Graph, constants: frozenset[str]) -> None:
-        self._position = {node: i for i, node in enumerate(graph.nodes)}
-        self._writes = [i for node, i in self._position.items() if _is_mutable(node)]
+        self._writes = _Writes(graph)
         self._keeps_layouts = keeps_layouts(graph)
         self._taken: set[fx.Node] = set()  # parts of sites that were found
         self._constant: set[fx.Node] = set()
@@ -195,7 +273,7 @@ class _Search:
         source = x.args[0] if kind else None
         if kind not in BEFORE or not isinstance(source, fx.Node) or _is_mutable(x) or x in self._taken:
             return x, ""
-        return (x, "") if self._anything_written(x, node) else (source, kind)
+        return (x, "") if self._writes.between(x, node) else (source, kind)
 
     def _added(self, sum_: fx.Node, node: fx.Node) -> fx.Node | None:
         """What is added to a convolution, if its kernel can do that."""
@@ -212,12 +290,20 @@ class _Search:
             return None
         if (value.shape, value.dtype) != (wanted.shape, wanted.dtype):
             return None
-        if not _depends(node, other) or self._anything_written(node, sum_):
+        if not _depends(node, other) or self._writes.between(node, sum_):
             return None
         return other
 
-    def _anything_written(self, after: fx.Node, before: fx.Node) -> bool:
-        """Whether anybody writes between two nodes. Whose memory that is cannot always be told."""
+
+class _Writes:
+    """Where a graph writes. Whose memory that is cannot always be told."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._position = {node: i for i, node in enumerate(graph.nodes)}
+        self._writes = [i for node, i in self._position.items() if _is_mutable(node)]
+
+    def between(self, after: fx.Node, before: fx.Node) -> bool:
+        """Whether anything is written between two nodes."""
         span = range(self._position[after] + 1, self._position[before])
         return any(i in span for i in self._writes)
 
