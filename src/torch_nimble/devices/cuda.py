@@ -23,7 +23,7 @@ from torch_nimble.devices.base import (
     custom_plan,
 )
 from torch_nimble.devices.layout import faster_layout
-from torch_nimble.devices.tuning import check_precision, tune
+from torch_nimble.devices.tuning import check_precision, compile_chosen, tune
 from torch_nimble.errors import FallbackError, LoweringError, PlanError
 from torch_nimble.execute.check import tf32_tolerance
 from torch_nimble.execute.cuda import Binding, CudaExecutable, free_workspaces
@@ -141,6 +141,7 @@ class CudaDevice(Device):
         plan = options.plan
         if plan is not None:
             check_precision(plan.kernels)
+            compile_chosen(plan.kernels, self.device)
             return inductor.lower(captured, plan.layout, self.device, plan.kernels)
         kernels = {one.site: one.chosen for one, _ in tuned if one.chosen not in (LIBRARY, APART)}
         convolves = any(one.site in kernels and one.kind != "linear" for one, _ in tuned)
@@ -389,10 +390,10 @@ def _gradients_bytes(trial: TrialRun) -> int:
 def _needed_bytes(binding: Binding, lowered: Lowered, plan: Plan) -> int:
     """Activations, inputs and a workspace for each stream with matrix products."""
     kinds = {task.name: task.kind for task in lowered.graph.tasks}
+    users = [f"aten.{name}." for name in _USES_WORKSPACE]
+    users += ["convolve."] if "cublas" in plan.kernels.values() else []
     multiplying = {
-        launch.stream
-        for launch in plan.launches
-        if any(f"aten.{name}." in kinds[launch.task] for name in _USES_WORKSPACE)
+        launch.stream for launch in plan.launches if any(user in kinds[launch.task] for user in users)
     }
     inputs = sum(t.numel() * t.element_size() for t in binding.inputs)
     return binding.memory_bytes + inputs + _WORKSPACE_BYTES * len(multiplying)

@@ -39,7 +39,7 @@ from torch_nimble.kernels.operator import (
     compile_ahead,
     convolve,
     convolve_separably,
-    lay_out,
+    layout_for,
     may_round,
 )
 from torch_nimble.kernels.sites import APART, LIBRARY, Effort, Site, Tuned, Way, configs
@@ -57,6 +57,8 @@ _NO_WORSE = 1.5
 """How much further than torch's own results those of a candidate may be from float64's."""
 _FLOORS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 """What is allowed in any case: one rounding of each result."""
+_CHOSEN = "chosen"
+"""Instead of an effort: what was compiled because a plan had it."""
 # The library stays unless ours is faster by more than two medians of the same work differ.
 _CLEARLY = 0.97
 Tensor = torch.Tensor
@@ -73,7 +75,7 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 def tune(sites: Collection[Site], device: torch.device, effort: Effort) -> dict[str, Tuned]:
     """What is fastest for each site, by its text: what is known of this machine, or else tried now."""
-    path = inductor.cache_folder() / f"kernels-{_machine()}.json"
+    path = _file()
     known = _read(path, effort)
     missing = [site for site in dict.fromkeys(sites) if str(site) not in known]
     if missing:
@@ -87,6 +89,18 @@ def tune(sites: Collection[Site], device: torch.device, effort: Effort) -> dict[
         passed = time.perf_counter() - start
         log.info("tried kernels for %d kinds of layers in %.1f s", len(missing), passed)
     return {str(site): known[str(site)] for site in sites}
+
+
+def compile_chosen(kernels: Mapping[str, str], device: torch.device) -> None:
+    """Compile what was chosen elsewhere by several processes at once, unless it was done here before."""
+    path = _file()
+    tried = [tuned for found in _kept(path).values() for tuned in found.values()]
+    known = {(tuned.site, config) for tuned in tried for config in (tuned.chosen, *tuned.times_us)}
+    missing = [Tuned(site, Site.parse(site).kind, config, {}, {}) for site, config in kernels.items()]
+    missing = [tuned for tuned in missing if (tuned.site, tuned.chosen) not in known]
+    if missing:
+        _compiling([(Site.parse(tuned.site), tuned.chosen) for tuned in missing], device)()
+        _add(path, _CHOSEN, missing)
 
 
 def check_precision(kernels: Mapping[str, str]) -> None:
@@ -106,12 +120,7 @@ def _try_all(
 ) -> Iterator[Tuned]:
     """Single layers first: two at once are held against what is best for each."""
     plans = {site: configs(site, effort, may_round(site.kind)) for site in sites}
-    calls = [
-        (site, config, capability_of(device), str(inductor.kernel_cache(device)))
-        for site, tried in plans.items()
-        for config in tried
-    ]
-    compiled = inductor.in_workers(compile_ahead, calls)
+    compiled = _compiling([(site, config) for site, tried in plans.items() for config in tried], device)
     for site in sites:  # meanwhile libraries load what they need, which takes them as long
         if site.kind != "separable":
             _Example(site, device).library(0)
@@ -125,6 +134,12 @@ def _try_all(
             tuned = _try_one(site, tried, replays, _Example(site, device))
         found[str(site)] = tuned
         yield tuned
+
+
+def _compiling(kernels: Iterable[tuple[Site, str]], device: torch.device) -> Callable[[], None]:
+    """Begin to compile kernels; what is given back waits for that."""
+    where = capability_of(device), str(inductor.kernel_cache(device))
+    return inductor.in_workers(compile_ahead, [(site, config, *where) for site, config in kernels])
 
 
 def _try_one(
@@ -253,8 +268,8 @@ class _Example:
         """What a kernel of ours makes of a set, or of another image with the rest of it."""
         site = self.site
         window = list(site.window.numbers())
-        rounded = Way.parse(config).precision == "tf32"
-        laid_out = [lay_out(weight, site.kind, rounded) for _, weight, *_ in self.tensors]
+        lay_out, more = layout_for(site.kind, config)
+        laid_out = [lay_out(weight, *more) for _, weight, *_ in self.tensors]
 
         def run(number: int, x: Tensor | None = None) -> Tensor:
             own, _, bias, added = self.tensors[number]
@@ -307,9 +322,10 @@ class _Separable:
         """Both at once."""
         site, deep, point = self._site, self._deep.tensors, self._point.tensors
         window = list(site.window.numbers())
-        rounded = Way.parse(config).precision == "tf32"
+        lay_out, more = layout_for("dense", config)
+        lay_out_deep, more_deep = layout_for("depthwise", config)
         weights = [
-            (lay_out(w, "dense", rounded), lay_out(d, "depthwise"))
+            (lay_out(w, *more), lay_out_deep(d, *more_deep))
             for (_, d, *_), (_, w, *_) in zip(deep, point, strict=False)
         ]
 
@@ -347,6 +363,10 @@ class _Check:
 # -------------------------------------------------------------------- on disk
 
 
+def _file() -> Path:
+    return inductor.cache_folder() / f"kernels-{_machine()}.json"
+
+
 def _machine() -> str:
     """All that a time depends on besides the site."""
     digest = hashlib.sha256("\n".join(surroundings()).encode())
@@ -376,7 +396,7 @@ def _kept(path: Path) -> dict[str, dict[str, Tuned]]:
     return found
 
 
-def _add(path: Path, effort: Effort, found: Iterable[Tuned]) -> None:
+def _add(path: Path, effort: str, found: Iterable[Tuned]) -> None:
     """Keep that for other processes; not being able to write is no harm."""
     kept = _kept(path)
     kept.setdefault(effort, {}).update({tuned.site: tuned for tuned in found})

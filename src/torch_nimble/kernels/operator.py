@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torch_nimble.flags import convolutions_may_use_tf32, matmul_may_use_tf32
-from torch_nimble.kernels.sites import Kind, Site, Way, Window
+from torch_nimble.kernels import libraries
+from torch_nimble.kernels.sites import LIBRARIES, Kind, Site, Way, Window
 
 if TYPE_CHECKING:
     from torch_nimble.kernels.parts import Launch
@@ -37,6 +38,19 @@ _PDL = {"launch_pdl": True}
 _library = torch.library.Library("torch_nimble", "DEF")  # type: ignore[no-untyped-call]
 for _schema in _SCHEMAS:
     _library.define(_schema, tags=(torch.Tag.needs_exact_strides,))  # type: ignore[no-untyped-call]
+
+
+def layout_for(kind: Kind, config: str) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+    """What makes of a weight what a config wants, and what it has to be told besides."""
+    way = Way.parse(config)
+    if way.family == "cudnn":
+        return lay_out_for_cudnn, ()
+    return lay_out, (kind, way.precision == "tf32")
+
+
+def lay_out_for_cudnn(weight: Tensor) -> Tensor:
+    """As torch has it, channels last."""
+    return weight.contiguous(memory_format=torch.channels_last)
 
 
 def lay_out(weight: Tensor, kind: Kind, to_tf32: bool = False) -> Tensor:
@@ -81,7 +95,7 @@ def site_of(
     kind: Kind = "depthwise" if family == "depthwise" else "linear" if family in _LINEAR else "dense"
     return Site(
         image=_four(x),
-        made=weight.shape[0 if kind == "linear" else 1],
+        made=weight.shape[0 if kind == "linear" or family == "cudnn" else 1],
         window=Window.from_numbers(tuple(window)),
         dtype=str(x.dtype).removeprefix("torch."),
         kind=kind,
@@ -170,6 +184,8 @@ def compile_ahead(site: Site, config: str, capability: int, cache: str) -> None:
         def get_current_stream(self, device: int) -> int:
             return 0
 
+    if Way.parse(config).family in LIBRARIES:
+        return
     dtype = getattr(torch, site.dtype)
     given = dtype
     before = os.environ.get("TRITON_CACHE_DIR")
@@ -213,6 +229,10 @@ def _carry_out(site: Site, config: str, tensors: Sequence[Tensor | None]) -> Ten
     """Launch what a config says on an image, a weight, and what else there is."""
     x, weight, bias, added, *deep = tensors
     assert x is not None
+    assert weight is not None
+    family = Way.parse(config).family
+    if family in LIBRARIES:
+        return libraries.run(site, family, x, weight, bias, added)
     result = result_of(x, site)
     bias = weight if bias is None else bias  # not looked at then
     added = result if added is None else added

@@ -33,8 +33,12 @@ _NUMBERS = {
     "gathered": 6,
     "linear": 6,
     "separable": 4,
+    "cudnn": 0,
+    "cublas": 0,
 }
 """How many there are in a config of each family."""
+LIBRARIES = ("cudnn", "cublas")
+"""Families that are calls of a library."""
 _PRECISIONS = ("", "tf32", "tf32x3", "ieee")
 _BY_MATRIX_UNIT = ("convolution", "gathered", "linear", "separable")
 _FAST, _FAST_PAIRS = 3, 2
@@ -237,7 +241,7 @@ class Way(NamedTuple):
         name, *texts = config.split("/")
         family, _, precision = name.partition("-")
         numbers = [int(text) for text in texts if text.isdecimal()]
-        is_whole = len(texts) == len(numbers) == _NUMBERS.get(family) and min(numbers) > 0
+        is_whole = len(texts) == len(numbers) == _NUMBERS.get(family) and all(numbers)
         if not is_whole or precision not in _PRECISIONS:
             raise PlanError(f"there is no kernel {config!r}; was it chosen by another version?")
         return cls(family, precision, tuple(numbers))
@@ -261,16 +265,28 @@ def configs(site: Site, effort: Effort, may_round: bool = False) -> tuple[str, .
     others = [config for config in found if config not in matrices]
     count = len(found) if effort == "full" else _FAST_PAIRS if site.kind == "separable" else _FAST
     if site.dtype != "float32" or not matrices:
-        return found[:count]
+        return (*found[:count], *_libraries(site))
     kept = matrices[: max(0, count - len(others))]
     usual, rare = ("tf32", "tf32x3") if may_round else ("tf32x3", "ieee")
     few = kept[: -(-len(kept) // 3)]
-    return (*others[:count], *(_with(c, usual) for c in kept), *(_with(c, rare) for c in few))
+    by_precision = [*(_with(c, usual) for c in kept), *(_with(c, rare) for c in few)]
+    return (*others[:count], *by_precision, *_libraries(site))
 
 
 def _with(config: str, precision: str) -> str:
     family, numbers = config.split("/", 1)
     return f"{family}-{precision}/{numbers}"
+
+
+def _libraries(site: Site) -> Iterator[str]:
+    """Libraries whose kernels have what surrounds a layer in them; nothing is compiled for these."""
+    if site.kind != "dense" or site.before:
+        return
+    if site.has_bias and site.after == "relu":
+        yield "cudnn"
+    knows_ends = not site.after or (site.after == "relu" and site.has_bias)
+    if site.window.is_point and knows_ends and not (site.has_bias and site.adds):
+        yield "cublas"
 
 
 def _depthwise(site: Site) -> Iterator[str]:

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from torch_nimble.kernels.operator import convolve, convolve_separably, lay_out
-from torch_nimble.kernels.sites import BEFORE, DTYPES, LIBRARY, Site, Way, Window, configs
+from torch_nimble.kernels.operator import convolve, convolve_separably, layout_for
+from torch_nimble.kernels.sites import BEFORE, DTYPES, LIBRARY, Site, Window, configs
 from torch_nimble.lower.passes.layout import channels_last, contiguous, keeps_layouts, reshape
 
 _aten = torch.ops.aten
@@ -121,16 +121,17 @@ def _replace_pair(
     def given(value: Any, to: Any, *more: Any) -> fx.Node | None:
         return None if value is None else graph.call_function(to, (instead.get(value, value), *more))
 
+    lay_out, more = layout_for("dense", config)
+    lay_out_deep, more_deep = layout_for("depthwise", config)
     with graph.inserting_before(node):
-        rounded = Way.parse(config).precision == "tf32"
         made = graph.call_function(
             convolve_separably,
             (
                 given(pair.deep.x, channels_last),
-                given(node.args[1], lay_out, "dense", rounded),
+                given(node.args[1], lay_out, *more),
                 given(_bias(node), contiguous),
                 given(pair.point.added, channels_last),
-                given(pair.deep.nodes[0].args[1], lay_out, "depthwise", False),
+                given(pair.deep.nodes[0].args[1], lay_out_deep, *more_deep),
                 given(_bias(pair.deep.nodes[0]), contiguous),
                 list(site.window.numbers()),
                 site.before,
@@ -172,8 +173,8 @@ def _replace(graph: fx.Graph, found: Found, config: str, instead: Mapping[fx.Nod
         return graph.call_function(channels_last, (image,))
 
     with graph.inserting_before(node):
-        rounded = Way.parse(config).precision == "tf32"
-        weight = graph.call_function(lay_out, (node.args[1], site.kind, rounded))
+        lay_out, more = layout_for(site.kind, config)
+        weight = graph.call_function(lay_out, (node.args[1], *more))
         if bias is not None:
             bias = graph.call_function(contiguous, (bias,))
         images = laid_out(found.x), laid_out(found.added)
