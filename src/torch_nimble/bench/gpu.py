@@ -17,7 +17,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from torch_nimble.bench.record import Json
-from torch_nimble.bench.subject import Call, Inputs, Subject
+from torch_nimble.bench.subject import Call, Inputs, Replayable, Subject
 from torch_nimble.tree import flatten_inputs, flatten_output
 
 _PROFILED_CALLS = 5
@@ -47,7 +47,7 @@ def memory(device: str, *, peak: bool = False, restart: bool = False) -> dict[st
     return dict(zip(("allocated", "reserved", "device"), now, strict=True))
 
 
-def replay_us(graph: torch.cuda.CUDAGraph) -> float:
+def replay_us(graph: Replayable) -> float:
     """Microseconds of a bare replay, in a row of them."""
 
     def some() -> None:

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -19,6 +19,13 @@ from torch_nimble.zoo.loading import RECIPES
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 Call = Callable[..., Any]
+
+
+class Replayable(Protocol):
+    """A graph."""
+
+    def replay(self) -> None:
+        """Start it, without what a call does around it."""
 
 
 @dataclass(frozen=True)

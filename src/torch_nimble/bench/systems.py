@@ -21,7 +21,7 @@ import torch
 import torch_nimble as nimble
 from torch_nimble import schedule
 from torch_nimble.bench.record import SYSTEMS
-from torch_nimble.bench.subject import Call, Inputs, Subject
+from torch_nimble.bench.subject import Call, Inputs, Replayable, Subject
 from torch_nimble.errors import MissingDependencyError
 from torch_nimble.execute.measure import race
 from torch_nimble.tree import flatten_inputs, flatten_output, unflatten_inputs, unflatten_output
@@ -93,13 +93,13 @@ class Captured:
         return unflatten_output(self._results, [tensor.clone() for tensor in self._static])
 
 
-def graph_of(name: str, call: Any) -> torch.cuda.CUDAGraph | None:
+def graph_of(name: str, call: Any) -> Replayable | None:
     """The graph that a system's calls replay, where it is known."""
     if isinstance(call, Captured):
         return call.graph
     executable = call._latest().choice.executable if name.startswith("nimble") else None
     bindings = list(getattr(executable, "_bindings", {}).values())
-    return bindings[0].graph if bindings else None
+    return bindings[0] if bindings else None
 
 
 def _cudagraph(subject: Subject, sample: Inputs) -> Call:

@@ -185,7 +185,9 @@ class CudaDevice(Device):
         lowered = winner.executable.lowered
         variants = {name: k.variant() for name, k in lowered.program.tunables().items()}
         plan = dataclasses.replace(winner.plan, variants=variants)
-        made = CudaExecutable(lowered, plan, self.room, static_outputs=options.static_outputs)
+        made = CudaExecutable(
+            lowered, plan, self.room, static_outputs=options.static_outputs, ports=True
+        )
         made.result_strides = strides
         with _refusing_failures(), self.room.lock:  # others must not run while the arena moves
             made.bind(winner.trial.constants, winner.trial.given)

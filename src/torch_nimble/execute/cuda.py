@@ -1,13 +1,14 @@
 """Plans on a GPU: captured once into one CUDA graph from many streams, replayed for ever.
 
 A graph (walk.py captures it) reads and writes fixed addresses: inputs are copied to their place before
-a replay, unless they are there already, results are copied out after it. An input that the model
-writes is bound where it lies.
+that, unless they are there already, results are copied out after it, by the graph itself where that can
+be (ports.py). An input that the model writes is bound where it lies.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from torch_nimble.errors import LoweringError
 from torch_nimble.execute.autocast import autocast_off
 from torch_nimble.execute.driver import copy_async
+from torch_nimble.execute.ports import Doors, Port, is_dense
 from torch_nimble.execute.room import Room
 from torch_nimble.execute.staging import Staging
 from torch_nimble.execute.walk import TaskHook, Walk
@@ -23,6 +25,7 @@ from torch_nimble.lower.program import InputSlot
 from torch_nimble.plans import Plan
 from torch_nimble.schedule import verify
 
+log = logging.getLogger("torch_nimble")
 Tensor = torch.Tensor
 Run = Callable[[Sequence[Tensor]], list[Tensor]]
 # What Triton's kernels take for granted about their pointers.
@@ -40,7 +43,13 @@ class CudaExecutable:
     """
 
     def __init__(
-        self, lowered: Lowered, plan: Plan, room: Room, *, static_outputs: bool = False
+        self,
+        lowered: Lowered,
+        plan: Plan,
+        room: Room,
+        *,
+        static_outputs: bool = False,
+        ports: bool = False,
     ) -> None:
         verify(lowered.graph, plan)
         self.plan = plan
@@ -49,6 +58,7 @@ class CudaExecutable:
         self.constants: dict[str, Tensor] = {}
         self.result_strides: tuple[tuple[int, ...], ...] | None = None
         self._static_outputs = static_outputs
+        self._may_have_ports = ports and room.device.type == "cuda"
         self._bindings: dict[tuple[int, ...], Binding] = {}
         self.short_way: Run | None = None
         """`call` for tensors of the right shape, dtype and device; None where more is to be done."""
@@ -121,21 +131,51 @@ class CudaExecutable:
     ) -> Binding:
         with self._quietly():
             places = self._places(examples)
-            graph, outputs, nbytes = self._walk(places, before_task, after_task).capture()
-        binding = Binding(graph, places, outputs, nbytes, self.room)
-        wanted = self.result_strides or tuple(output.stride() for output in binding.outputs)
-        binding.other_strides = [
-            None if output.stride() == strides and _is_dense(output) else strides
-            for output, strides in zip(binding.outputs, wanted, strict=True)
-        ]
+            binding = self._captured(places, before_task, after_task)
         if len(self._bindings) >= _MOST_BINDINGS:
             self.room.wait()  # a graph that is freed must not be running
         while len(self._bindings) >= _MOST_BINDINGS:
             self._bindings.pop(next(iter(self._bindings)))
         self._bindings[self._key(examples)] = binding
-        if not (self._bound or self._counted or self._static_outputs):
+        if self._is_plain:
             self.short_way = binding.run
         return binding
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether calls only bring inputs and take results."""
+        return not (self._bound or self._counted or self._static_outputs)
+
+    def _captured(self, places: list[Tensor], *hooks: TaskHook) -> Binding:
+        if self._may_have_ports and self._is_plain:
+            try:
+                doors = Doors(places, self._most_bytes(), self._other_strides)
+                graph, outputs, nbytes = self._walk(places, *hooks).capture(doors)
+                ports = doors.ports(graph)
+                return Binding(
+                    graph, places, outputs, nbytes, self.room, self._other_strides(outputs), *ports
+                )
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as reason:
+                log.info("inputs and results are copied outside of the graph: %s", reason)
+                self._may_have_ports = False
+        graph, outputs, nbytes = self._walk(places, *hooks).capture()
+        return Binding(graph, places, outputs, nbytes, self.room, self._other_strides(outputs))
+
+    def _most_bytes(self) -> int:
+        """At least the size of every result."""
+        sizes = {buffer.name: buffer.nbytes for buffer in self.lowered.graph.buffers}
+        program = self.lowered.program
+        return max((sizes[program.lies_in[output.name]] for output in program.outputs), default=0)
+
+    def _other_strides(self, outputs: Sequence[Tensor]) -> list[tuple[int, ...] | None]:
+        """For each result, the strides that the caller is to get if the graph gives others."""
+        wanted = self.result_strides or tuple(output.stride() for output in outputs)
+        return [
+            None if output.stride() == strides and is_dense(output) else strides
+            for output, strides in zip(outputs, wanted, strict=True)
+        ]
 
     def _walk(self, places: Sequence[Tensor], *hooks: TaskHook) -> Walk:
         return Walk(self.lowered, self.plan, self.room, self.constants, places, *hooks)
@@ -272,16 +312,23 @@ class Binding:
         outputs: list[Tensor],
         memory_bytes: int,
         room: Room,
+        other_strides: Sequence[tuple[int, ...] | None],
+        entries: Sequence[Port | None] = (),
+        exits: Sequence[Port | None] = (),
     ) -> None:
         self.graph = graph
         self.inputs = inputs
         self.outputs = outputs
-        self.other_strides: list[tuple[int, ...] | None] = [None] * len(outputs)
+        self.other_strides = list(other_strides)
         """Where the caller is to get other strides than the graph gives."""
         self.memory_bytes = memory_bytes
         """What its buffers take, workspaces of libraries not counted."""
         # The class above only adds a call.
-        self.replay: Callable[[], None] = super(torch.cuda.CUDAGraph, graph).replay
+        self.launch: Callable[[], None] = super(torch.cuda.CUDAGraph, graph).replay
+        """Starts the graph as it is, with the copies that its last call had in it."""
+        self._entries = list(entries) or [None] * len(inputs)
+        self._exits = list(exits) or [None] * len(outputs)
+        self._ports = [port for port in (*self._entries, *self._exits) if port is not None]
         self._room = room
         self._index = room.device.index
         self._copy = copy_async()
@@ -290,12 +337,18 @@ class Binding:
             (
                 place,
                 place.data_ptr(),
-                place.numel() * place.element_size() if _is_dense(place) else 0,
+                place.numel() * place.element_size() if is_dense(place) else 0,
                 place.is_contiguous(),
                 place.stride(),
             )
             for place in inputs
         ]
+
+    def replay(self) -> None:
+        """Start the graph by itself: from what lies at its places to what it leaves there."""
+        for port in self._ports:
+            port.close()
+        self.launch()
 
     def take(self, tensors: Sequence[Tensor]) -> None:
         """Copy inputs to their places, those that are not there already."""
@@ -319,18 +372,29 @@ class Binding:
             room.leave()
 
     def _run(self, tensors: Sequence[Tensor], stream: int) -> list[Tensor]:
-        for tensor, (place, address, nbytes, is_contiguous, strides) in zip(
-            tensors, self._places, strict=True
+        for tensor, (place, address, nbytes, is_contiguous, strides), entry in zip(
+            tensors, self._places, self._entries, strict=True
         ):
             source = tensor.data_ptr()
-            if source != address:
-                lies_alike = tensor.is_contiguous() if is_contiguous else tensor.stride() == strides
-                if not lies_alike or not nbytes or self._copy(address, source, nbytes, stream):
-                    place.copy_(tensor.detach())
-        self.replay()
+            lies_alike = nbytes and (
+                tensor.is_contiguous() if is_contiguous else tensor.stride() == strides
+            )
+            if entry is not None:
+                if source != address and lies_alike and entry.to(source):
+                    continue
+                entry.close()
+            if source != address and (not lies_alike or self._copy(address, source, nbytes, stream)):
+                place.copy_(tensor.detach())
+        made = [
+            None if exit is None else exit.fresh(output)
+            for output, exit in zip(self.outputs, self._exits, strict=True)
+        ]
+        self.launch()
         return [
-            output.clone() if strides is None else _relaid(output, strides)
-            for output, strides in zip(self.outputs, self.other_strides, strict=True)
+            result
+            if result is not None
+            else (output.clone() if strides is None else _relaid(output, strides))
+            for output, strides, result in zip(self.outputs, self.other_strides, made, strict=True)
         ]
 
 
@@ -352,17 +416,6 @@ def _without_repeats(tensor: Tensor, strides: tuple[int, ...] | None = None) -> 
         if stride == 0 and tensor.shape[i] > 1:
             tensor = tensor.narrow(i, 0, 1)
     return tensor
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill one piece of memory, each once."""
-    order = sorted(range(tensor.dim()), key=lambda i: (tensor.stride(i), tensor.shape[i]))
-    expected = 1
-    for i in order:
-        if tensor.shape[i] != 1 and tensor.stride(i) != expected:
-            return False
-        expected *= tensor.shape[i]
-    return True
 
 
 def aligned(tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -28,6 +28,16 @@ Tensor = torch.Tensor
 TaskHook = Callable[[Launch], None]
 # Streams beside those of the plan, which count from 0.
 _ORIGIN, _WARM_UP = -1, -2
+
+
+class Around(Protocol):
+    """What belongs into a graph before all tasks and after them; it is kept as it was captured, too."""
+
+    def before(self, stream: torch.cuda.Stream) -> None:
+        """Called when a capture has begun."""
+
+    def after(self, stream: torch.cuda.Stream, outputs: Sequence[Tensor]) -> None:
+        """Called when all tasks have been captured."""
 
 
 class Walk:
@@ -75,12 +85,12 @@ class Walk:
         torch.cuda.current_stream().wait_stream(stream)
         stream.synchronize()
 
-    def capture(self) -> tuple[torch.cuda.CUDAGraph, list[Tensor], int]:
+    def capture(self, around: Around | None = None) -> tuple[torch.cuda.CUDAGraph, list[Tensor], int]:
         """The plan as a graph, where its results lie, and the bytes of its buffers.
 
-        Where everything lies has been checked again.
+        Where everything lies has been checked again. `around` has what else is to be captured.
         """
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph() if around is None else torch.cuda.CUDAGraph(keep_graph=True)
         self._pool = self._room.pool_for(graph)
         origin = self._origin
         # Not the whole device: that would break a capture of somebody else's.
@@ -88,21 +98,29 @@ class Walk:
         with no_garbage_collection(), torch.cuda.stream(origin):
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
+                if around is not None:
+                    around.before(origin)
                 self._fork()
                 self._walk(self._streams, origin)
                 for stream in self._streams.values():
                     origin.wait_stream(stream)
+                if around is not None:
+                    around.after(origin, self._outputs())
             except BaseException:
                 abandon(graph, self._room.device, self._pool)
                 raise
             try:
                 graph.capture_end()
+                if around is not None:
+                    graph.instantiate()
             except RuntimeError:
                 abandon(graph, self._room.device, self._pool)
                 raise
         check_memory(self._lowered.graph, self._plan, self._places, kept=self._kept)
-        outputs = [self._values[output.name] for output in self._lowered.program.outputs]
-        return graph, outputs, covered_bytes(self._places.values())
+        return graph, self._outputs(), covered_bytes(self._places.values())
+
+    def _outputs(self) -> list[Tensor]:
+        return [self._values[output.name] for output in self._lowered.program.outputs]
 
     def _walk(self, streams: Mapping[int, torch.cuda.Stream], origin: torch.cuda.Stream) -> None:
         homes = {b: task for task, buffers in self._allocated.items() for b in buffers.values()}
