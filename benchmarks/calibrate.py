@@ -21,18 +21,27 @@ from typing import Any
 
 import numpy as np
 
-from torch_nimble.estimate.costs import FAMILIES, Gpu, Rates, Work, estimated, fit, layer_work, work_of
+from torch_nimble.estimate.costs import FAMILIES, Gpu, Rates, estimated, fit
 from torch_nimble.estimate.fusing import fuse
-from torch_nimble.kernels.sites import Site
+from torch_nimble.kernels.sites import APART, MERGED, Site
 from torch_nimble.planning import gpu_taskgraph
 from torch_nimble.plans import Plan
+from torch_nimble.report.work import Work, layer_work, work_of
 from torch_nimble.schedule import critical_first, lanes, max_concurrency, serial
 from torch_nimble.targets import load_target
 from torch_nimble.taskgraph import TaskGraph
 
 ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4}
-# Kernels of Inductor's by the first words of their names, as the record counts them.
-KERNELS = {"triton_poi": "elementwise", "triton_red": "reduction", "triton_per": "reduction"}
+# Kernels by kind of work, as the record counts them.
+KERNELS = {
+    "elementwise": "elementwise",
+    "memory": "elementwise",
+    "pooling": "reduction",
+    "normalisation": "reduction",
+    "reduction": "reduction",
+}
+# Older lines count kernels of Inductor's by the first words of their names.
+OLDER = {"triton_poi": "elementwise", "triton_red": "reduction", "triton_per": "reduction"}
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 WAITS_US = np.arange(0.0, 2.01, 0.5)
 FILLS = 2.0 ** np.arange(16, 22)
@@ -45,7 +54,7 @@ class Network:
     def __init__(self, line: Json) -> None:
         self.name = f"{line['target']} {line['dtype']}"
         explained = line["systems"]["nimble"]["explained"]
-        self.kernels, self.kinds = explained["kernels"], explained["kinds"]
+        self.kernels, self.taken = explained["kernels"], taken(explained["kinds"])
         self.measured = {
             c["name"].removesuffix(", channels-last"): c["median_us"]
             for c in explained["candidates"]
@@ -58,26 +67,29 @@ class Network:
     def layers(self) -> Iterable[tuple[Work, float, int]]:
         """What was measured of layers, and how many there are of each."""
         for kernel in self.kernels:
+            if kernel["chosen"] in (APART, MERGED):  # those that it is about have lines of their own
+                continue
             site = Site.parse(kernel["site"])
-            work = layer_work(
-                site.image,
-                site.made,
-                site.window.kernel[0] * site.window.kernel[1],
-                site.window.size(*site.image[2:]),
-                ITEMSIZES[site.dtype],
-                site.kind == "depthwise",
-            )
-            yield work, kernel["times_us"][kernel["chosen"]], kernel["count"]
+            # Estimated one by one: each is to have half of what both take in one kernel.
+            parts = site.parts() if site.kind == "separable" else (site,)
+            for part in parts:
+                work = layer_work(
+                    part.image,
+                    part.made,
+                    part.window.kernel[0] * part.window.kernel[1],
+                    part.window.size(*part.image[2:]),
+                    ITEMSIZES[part.dtype],
+                    part.kind == "depthwise",
+                )
+                yield work, kernel["times_us"][kernel["chosen"]] / len(parts), kernel["count"]
 
     def others(self) -> Iterable[tuple[Work, float, int]]:
         """Kernels of Inductor's: the mean of each family, which is all that the record has."""
         buffers = {buffer.name: buffer for buffer in self.graph.buffers}
         works = [work_of(task, buffers) for task in self.graph.tasks]
         for family in ("elementwise", "reduction"):
-            taken = [
-                self.kinds[kind] for kind, own in KERNELS.items() if own == family and kind in self.kinds
-            ]
-            count, total = (sum(numbers) for numbers in zip(*taken, strict=True)) if taken else (0, 0.0)
+            count = sum(tasks for one, tasks, _ in self.taken if one == family)
+            total = sum(us for one, _, us in self.taken if one == family)
             own = [work.nbytes for work in works if work.family == family]
             if count and own:
                 yield Work(family, statistics.mean(own)), total / count, int(count)
@@ -89,6 +101,13 @@ class Network:
         return {
             name: gpu.timeline(graph, plan).total_us for name, plan in plans.items() if plan is not None
         }
+
+
+def taken(kinds: Sequence[Json] | Mapping[str, tuple[int, float]]) -> list[tuple[str, int, float]]:
+    """Family, number and microseconds of the kernels of each kind that a line of the record tells."""
+    if isinstance(kinds, Mapping):
+        return [(OLDER[kind], *numbers) for kind, numbers in kinds.items() if kind in OLDER]
+    return [(KERNELS[one["kind"]], one["tasks"], one["us"]) for one in kinds if one["kind"] in KERNELS]
 
 
 def plan_of(graph: TaskGraph, name: str) -> Plan | None:

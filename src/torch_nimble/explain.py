@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from torch_nimble.execute.measure import Timing
-from torch_nimble.kernels.sites import APART, LIBRARY, Site
+from torch_nimble.kernels.sites import APART, LIBRARY, MERGED
 from torch_nimble.plans import GraphFacts
 
 log = logging.getLogger("torch_nimble")
@@ -98,9 +98,9 @@ class KernelAccount:
     @property
     def layers(self) -> int:
         """How many layers of the model these are: two each where one kernel is for both."""
-        if self.chosen == APART:
+        if self.chosen in (APART, MERGED):
             return 0
-        return self.count * (2 if Site.parse(self.site).kind == "separable" else 1)
+        return self.count * (2 if " separable " in self.site else 1)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from torch_nimble.lower.program import InputSlot
 from torch_nimble.options import Options
 from torch_nimble.prepare import Choice, Progress, prepare
 from torch_nimble.regions import Region, disjoint
+from torch_nimble.report.floors import times_by_kind
 from torch_nimble.schedule import Timeline, critical_path
 from torch_nimble.signature import Signature
 from torch_nimble.tree import Structure, unflatten_output
@@ -176,6 +177,7 @@ class Prepared:
                 KernelAccount(one.site, count, one.chosen, one.times_us, one.refused)
                 for one, count in self.choice.lowered.tuned
             ),
+            kinds=times_by_kind(graph, self.device.described()),
         )
 
 

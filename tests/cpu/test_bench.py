@@ -44,7 +44,6 @@ from torch_nimble.bench.suites import Case
 from torch_nimble.bench.turns import Turns
 from torch_nimble.cli import app
 from torch_nimble.errors import InputError, NimbleError, OptionError
-from torch_nimble.taskgraph import Task
 from torch_nimble.tree import flatten_output
 
 CASE = Case(SMALL, inputs=(SHAPE,))
@@ -513,15 +512,6 @@ def test_a_part_reaches_its_process_unchanged() -> None:
     assert Part.from_dict(json.loads(json.dumps(asdict(part)))) == part
 
 
-def test_times_are_told_by_kind() -> None:
-    tasks = [
-        Task("a", "triton_poi_fused_relu_3", cost_us=1.5),
-        Task("b", "triton_poi_fused_add", cost_us=2.0),
-        Task("c", "aten.mm.out"),
-    ]
-    assert worker.times_by_kind(tasks) == {"triton_poi": [2, 3.5], "aten.mm.out": [1, 0.0]}
-
-
 # ------------------------------------------------------------ runs on the CPU
 
 
@@ -557,7 +547,10 @@ def test_all_systems_are_prepared_checked_and_timed(brief: Part) -> None:
         assert len(notes["errors"]) == 2
         assert notes["relative_error"] < 1e-5
         assert notes["ready_s"] >= notes["prepare_s"] > 0
-    assert found["systems"]["nimble"]["explained"]["facts"]["tasks"] > 0
+    explained = found["systems"]["nimble"]["explained"]
+    assert sum(kind["tasks"] for kind in explained["kinds"]) == explained["facts"]["tasks"] > 0
+    assert all(kind["us"] > 0 for kind in explained["kinds"])
+    assert all(kind["floor_us"] is None for kind in explained["kinds"]), "of a CPU nothing is known"
 
 
 def with_make(monkeypatch: pytest.MonkeyPatch, name: str, make: systems.Make) -> None:

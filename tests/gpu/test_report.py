@@ -15,6 +15,7 @@ from cpu.helpers import assert_equal
 from gpu.helpers import Counting, assert_close, eager, image, ready
 from gpu.parts import Branches, calibrated
 from torch_nimble.report import save_trace
+from torch_nimble.report.floors import PEAKS
 
 # What the clocks of two streams' events may differ by, in microseconds.
 SLACK_US = 2.0
@@ -91,6 +92,19 @@ def test_page_and_trace_have_the_same_times(branching: Any, tmp_path: Path) -> N
         assert task["end"] == pytest.approx(slices[name]["ts"] + slices[name]["dur"])
     assert {task["kind"] for task in tasks.values()} != {8}, "every kind is 'other'"
     assert any(task["writes"] for task in tasks.values())
+
+
+def test_no_kind_of_work_is_faster_than_its_floor(branching: Any, tmp_path: Path) -> None:
+    _, fast, _ = branching
+    report = fast.report(tmp_path / "page.html")
+    (account,) = fast.explain().signatures
+    if report.device not in PEAKS:
+        pytest.skip(f"the rates of {report.device} are not known")
+    for kinds in (report.kinds, account.kinds):
+        assert sum(kind.tasks for kind in kinds) == len(fast.taskgraph.tasks)
+        assert any(kind.floor_us for kind in kinds)
+        assert all(kind.floor_us is not None and kind.floor_us <= kind.us for kind in kinds)
+    assert all(kind.launch_us is not None and kind.launch_us <= kind.us for kind in account.kinds)
 
 
 def test_the_command_reports_a_network_of_the_zoo(tmp_path: Path) -> None:

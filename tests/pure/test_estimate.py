@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from pure.strategies import graphs, plans
 from torch_nimble.errors import OptionError
 from torch_nimble.estimate import GPUS, Gpu, estimated, fuse, load_gpu
-from torch_nimble.estimate.costs import FAMILIES, Rates, Work, fit, layer_work, work_of
+from torch_nimble.estimate.costs import FAMILIES, Rates, fit
 from torch_nimble.estimate.sharing import simulate_shared
 from torch_nimble.regions import Region
 from torch_nimble.report.kinds import kind_of
+from torch_nimble.report.work import Work, layer_work, work_of
 from torch_nimble.schedule import critical_path, max_concurrency, simulate, verify
 from torch_nimble.taskgraph import Buffer, Task, TaskGraph
 
@@ -95,6 +96,17 @@ def test_the_work_of_a_linear_layer_is_that_of_its_shapes() -> None:
     }
     task = Task("y", "torch_nimble.convolve.default", (Region("x"), Region("w")), (Region("y"),))
     assert work_of(task, buffers) == layer_work((4, 192), 768, 1, (1, 1), 2, is_depthwise=False)
+
+
+@pytest.mark.parametrize("shape", [(9 * 8, 16), (16, 8, 3, 3)])
+def test_a_weight_may_lie_as_we_or_as_libraries_want_it(shape: tuple[int, ...]) -> None:
+    buffers = {
+        "x": Buffer("x", "input", 2 * 8 * 36, "float16", (1, 8, 6, 6)),
+        "w": Buffer("w", "constant", 2 * 9 * 8 * 16, "float16", shape),
+        "y": Buffer("y", "temporary", 2 * 16 * 36, "float16", (1, 16, 6, 6)),
+    }
+    task = Task("y", "torch_nimble.convolve.default", (Region("x"), Region("w")), (Region("y"),))
+    assert work_of(task, buffers) == layer_work((1, 8, 6, 6), 16, 9, (6, 6), 2, is_depthwise=False)
 
 
 def test_rates_are_found_again_and_none_is_negative() -> None:

@@ -23,7 +23,7 @@ from torch_nimble.report.contents import Race, Report, report_of, report_of_plan
 from torch_nimble.report.kinds import KINDS, kind_of
 from torch_nimble.report.measures import busy_us, idle_share, steps, with_times
 from torch_nimble.report.page import page_of
-from torch_nimble.report.tasks import shape_text, share_by_kind, task_views
+from torch_nimble.report.tasks import shape_text
 from torch_nimble.report.trace import trace_of
 from torch_nimble.schedule import Span, Timeline
 from torch_nimble.taskgraph import Buffer, Task, TaskGraph
@@ -153,13 +153,6 @@ def test_shapes_in_words() -> None:
     assert shape_text(Region("x", 0, (), (), 2), known) == "x scalar float16"
     assert shape_text(Region("y"), Buffer("y", nbytes=4096)) == "y 4\u202f096 bytes"
     assert shape_text(Region("z"), Buffer("z")) == "z"
-
-
-@given(planned())
-def test_shares_of_kinds_sum_up(made: tuple[TaskGraph, Plan]) -> None:
-    graph, plan = made
-    shares = share_by_kind(task_views(report_of_plan("net", graph, plan)))
-    assert sum(shares.values()) == pytest.approx(1.0 if any(graph.costs_us) else 0.0)
 
 
 # -------------------------------------------------------------------- the trace

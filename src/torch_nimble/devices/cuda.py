@@ -23,7 +23,7 @@ from torch_nimble.devices.base import (
     custom_plan,
 )
 from torch_nimble.devices.layout import faster_layout
-from torch_nimble.devices.tuning import check_precision, compile_chosen, tune
+from torch_nimble.devices.tuning import check_precision, chosen_for, compile_chosen, tune
 from torch_nimble.errors import FallbackError, LoweringError, PlanError
 from torch_nimble.execute.check import tf32_tolerance
 from torch_nimble.execute.cuda import Binding, CudaExecutable, free_workspaces
@@ -32,7 +32,7 @@ from torch_nimble.execute.room import Room
 from torch_nimble.execute.timelines import cuda_timeline
 from torch_nimble.explain import Candidate, not_tried
 from torch_nimble.flags import convolutions_may_use_tf32, matmul_may_use_tf32
-from torch_nimble.kernels.sites import APART, LIBRARY, Tuning
+from torch_nimble.kernels.sites import APART, LIBRARY, Tuning, merged
 from torch_nimble.lower import Lowered, inductor
 from torch_nimble.lower import lower as lower_operators
 from torch_nimble.options import Options
@@ -96,15 +96,12 @@ class CudaDevice(Device):
         if options.tune == "off" or options.plan is not None or inductor.unsupported() is not None:
             return ()
         try:
-            sites = inductor.find_sites(captured)
-            found = tune(sites, self.device, options.tune)
+            sites, groups = inductor.find_layers(captured)
+            found = tune([*sites, *map(merged, groups)], self.device, options.tune)
         except (RuntimeError, ValueError) as reason:
             notes.append(not_tried("kernels of our own", reason))
             return ()
-        for site, count in [*sites.items()]:  # layers that are carried out with another one
-            if site.kind == "separable" and found[str(site)].chosen != APART:
-                sites.subtract(dict.fromkeys(site.parts(), count))
-        return tuple((found[str(site)], count) for site, count in sites.items() if count)
+        return chosen_for(sites, groups, found)
 
     def lowerings(
         self,

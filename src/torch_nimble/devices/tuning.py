@@ -21,6 +21,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -42,7 +43,19 @@ from torch_nimble.kernels.operator import (
     layout_for,
     may_round,
 )
-from torch_nimble.kernels.sites import APART, LIBRARY, Effort, Site, Tuned, Way, configs
+from torch_nimble.kernels.sites import (
+    APART,
+    LIBRARY,
+    MERGED,
+    Effort,
+    Site,
+    Tuned,
+    Tuning,
+    Way,
+    configs,
+    merged,
+    name_of_merged,
+)
 from torch_nimble.lower import inductor
 from torch_nimble.lower.remembered import surroundings
 
@@ -57,6 +70,7 @@ _NO_WORSE = 1.5
 """How much further than torch's own results those of a candidate may be from float64's."""
 _FLOORS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 """What is allowed in any case: one rounding of each result."""
+_AS_LONG = 1.1
 _CHOSEN = "chosen"
 """Instead of an effort: what was compiled because a plan had it."""
 # The library stays unless ours is faster by more than two medians of the same work differ.
@@ -91,12 +105,43 @@ def tune(sites: Collection[Site], device: torch.device, effort: Effort) -> dict[
     return {str(site): known[str(site)] for site in sites}
 
 
+def chosen_for(
+    sites: Mapping[Site, int], groups: Mapping[tuple[Site, ...], int], found: Mapping[str, Tuned]
+) -> Tuning:
+    """What was found for the layers of a model, and how many are left of each kind.
+
+    Those that read one image become one if that is about as long as the longest of them: side by side
+    they would take that long at least, and one after another much longer.
+    """
+    left, together = Counter(sites), list[tuple[Tuned, int]]()
+    for group, count in groups.items():
+        whole = merged(group)
+        times = {
+            APART: max(_least_us(found[str(site)]) for site in group),
+            MERGED: _least_us(found[str(whole)]),
+        }
+        chosen = MERGED if times[MERGED] <= _AS_LONG * times[APART] else APART
+        together.append((Tuned(name_of_merged(group), "dense", chosen, times, {}), count))
+        if chosen == MERGED:
+            left.subtract({site: count * number for site, number in Counter(group).items()})
+            left[whole] += count
+    for site, count in [*left.items()]:
+        if site.kind == "separable" and found[str(site)].chosen != APART:
+            left.subtract(dict.fromkeys(site.parts(), count))
+    return (*((found[str(site)], count) for site, count in left.items() if count > 0), *together)
+
+
+def _least_us(tuned: Tuned) -> float:
+    return tuned.times_us.get(tuned.chosen, float("inf"))
+
+
 def compile_chosen(kernels: Mapping[str, str], device: torch.device) -> None:
     """Compile what was chosen elsewhere by several processes at once, unless it was done here before."""
     path = _file()
     tried = [tuned for found in _kept(path).values() for tuned in found.values()]
     known = {(tuned.site, config) for tuned in tried for config in (tuned.chosen, *tuned.times_us)}
-    missing = [Tuned(site, Site.parse(site).kind, config, {}, {}) for site, config in kernels.items()]
+    given = {site: config for site, config in kernels.items() if config != MERGED}
+    missing = [Tuned(site, Site.parse(site).kind, config, {}, {}) for site, config in given.items()]
     missing = [tuned for tuned in missing if (tuned.site, tuned.chosen) not in known]
     if missing:
         _compiling([(Site.parse(tuned.site), tuned.chosen) for tuned in missing], device)()
@@ -105,7 +150,7 @@ def compile_chosen(kernels: Mapping[str, str], device: torch.device) -> None:
 
 def check_precision(kernels: Mapping[str, str]) -> None:
     """PlanError if kernels of a plan round where torch's flags forbid it now, or are not known."""
-    ways = {site: Way.parse(config) for site, config in kernels.items()}
+    ways = {site: Way.parse(config) for site, config in kernels.items() if config != MERGED}
     rounding = [site for site, way in ways.items() if way.precision == "tf32"]
     if any(not may_round(Site.parse(site).kind) for site in rounding):
         raise PlanError(

@@ -9,7 +9,6 @@ this module.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,30 +19,15 @@ import numpy as np
 from torch_nimble.errors import OptionError
 from torch_nimble.estimate.sharing import simulate_shared
 from torch_nimble.plans import Plan
-from torch_nimble.regions import Region
-from torch_nimble.report.kinds import kind_of
+from torch_nimble.report.work import Work, work_of
 from torch_nimble.schedule import Timeline
-from torch_nimble.taskgraph import Buffer, Task, TaskGraph
+from torch_nimble.taskgraph import TaskGraph
 
 FAMILIES = ("layer", "depthwise", "product", "attention", "reduction", "elementwise")
 _LEAST_US = 1.0
 _FILES = Path(__file__).parent
 GPUS = tuple(sorted(path.stem for path in _FILES.glob("*.json")))
 """Those that there are numbers for."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a kernel has to do."""
-
-    family: str
-    nbytes: float
-    """Read and written."""
-    operations: float = 0.0
-    depth: float = 0.0
-    """How many products are summed up for one result, one after another."""
-    results: float = 0.0
-    """How many numbers it makes: the more, the more of the GPU it can use at once."""
 
 
 @dataclass(frozen=True)
@@ -120,85 +104,6 @@ def estimated(graph: TaskGraph, gpu: Gpu) -> TaskGraph:
     buffers = {buffer.name: buffer for buffer in graph.buffers}
     works = [work_of(task, buffers) for task in graph.tasks]
     return graph.with_costs([gpu.rates[work.family].us(work) for work in works])
-
-
-# -------------------------------------------------------------------- what a task has to do
-
-
-def work_of(task: Task, buffers: Mapping[str, Buffer]) -> Work:
-    """The work of a task, by its kind and by what it touches."""
-    moved = sum(_nbytes(region, buffers) for region in (*task.reads, *task.writes))
-    results = sum(_count(region, buffers) for region in task.writes)
-    shapes = [_sizes(region, buffers) for region in task.reads]
-    if "convolve" in task.kind:
-        return _layer(shapes, results, moved)
-    kind = kind_of(task.kind)
-    if kind in ("matrix product", "convolution"):
-        depth = _depth(shapes)
-        return Work("product", moved, 2.0 * results * depth, depth, results)
-    if kind == "attention":
-        # Two products, each as long as what they are of: queries by keys, and that by values.
-        keys = max((shape[-2] for shape in shapes if len(shape) > 2), default=1)
-        return Work("attention", moved, 4.0 * results * keys, keys, results)
-    family = "reduction" if kind in ("reduction", "normalisation", "pooling") else "elementwise"
-    return Work(family, moved, results=results)
-
-
-def layer_work(
-    image: Sequence[int], made: int, taps: int, size: Sequence[int], itemsize: int, is_depthwise: bool
-) -> Work:
-    """The work of a convolution or linear layer: the image's shape, the result's rows and columns."""
-    images, channels = image[:2]
-    results = images * made * math.prod(size)
-    depth = taps if is_depthwise else taps * channels
-    weights = taps * channels * (1 if is_depthwise else made)
-    moved = itemsize * (math.prod(image) + results + weights)
-    family = "depthwise" if is_depthwise else "layer"
-    return Work(family, moved, 2.0 * results * depth, depth, results)
-
-
-def _layer(shapes: Sequence[tuple[int, ...]], results: float, moved: float) -> Work:
-    """Our operator: its image and its weight, which is window and channels by channels made.
-
-    The weight of a linear layer, whose rows are images of one pixel, lies the other way round.
-    """
-    image, *rest = shapes
-    is_image = len(image) == 4 and image[2:] != (1, 1)
-    channels = image[1] if len(image) == 4 else image[-1]
-    weight = next((shape for shape in rest if len(shape) == 2), (1, 1))
-    is_depthwise = is_image and weight[1] == channels and weight[0] % channels != 0
-    depth = float(weight[0] if is_image else channels)
-    family = "depthwise" if is_depthwise else "layer"
-    return Work(family, moved, 2.0 * results * depth, depth, results)
-
-
-def _depth(shapes: Sequence[tuple[int, ...]]) -> float:
-    """The dimension that two factors share; for a library's convolution, a weight's for one result."""
-    factors = [shape for shape in shapes if len(shape) >= 2]
-    if len(factors) < 2:
-        return 1.0
-    if len(factors[1]) == 4 and len(factors[0]) == 4:
-        return float(math.prod(factors[1][1:]))
-    shared = set(factors[0]) & set(factors[1])
-    return float(max(shared, default=factors[0][-1]))
-
-
-def _sizes(region: Region, buffers: Mapping[str, Buffer]) -> tuple[int, ...]:
-    if region.sizes is not None:
-        return region.sizes
-    known = buffers.get(region.buffer)
-    return (known.sizes if known is not None else None) or (1,)
-
-
-def _count(region: Region, buffers: Mapping[str, Buffer]) -> float:
-    return float(math.prod(_sizes(region, buffers)))
-
-
-def _nbytes(region: Region, buffers: Mapping[str, Buffer]) -> float:
-    known = buffers.get(region.buffer)
-    if region.sizes is not None:
-        return float(math.prod(region.sizes) * region.itemsize)
-    return float(known.nbytes) if known is not None else 0.0
 
 
 # -------------------------------------------------------------------- fitting

@@ -69,7 +69,8 @@ def launches(site: Site, way: Way) -> tuple[Launch, ...]:
     if parts == 1:
         return (main,)
     rest = {**ends, "PARTS": parts, "PIXELS": 4, "MADE": 128, "num_warps": 4}
-    return main, Launch(_added_up, (ceil_div(pixels, 4), ceil_div(site.made, 128)), rest)
+    grid = ceil_div(pixels, 4), ceil_div(site.made, 128), 1
+    return main, Launch(_added_up, grid, rest, reads_image=False)
 
 
 @triton.jit
@@ -80,6 +81,7 @@ def _convolution(  # type: ignore[no-untyped-def]
     added,
     out,
     IMAGE: tl.constexpr,
+    PITCH: tl.constexpr,
     RESULT: tl.constexpr,
     WINDOW: tl.constexpr,
     IS_POINT: tl.constexpr,
@@ -111,7 +113,7 @@ def _convolution(  # type: ignore[no-untyped-def]
             i, j = tap // WINDOW[1], tap % WINDOW[1]
             down, across = looked_at(row[:, None], column[:, None], i[None, :], j[None, :], WINDOW)
             mask = known[:, None] & (number < COUNT)[None, :] & is_inside(down, across, IMAGE)
-            place = ((image[:, None] * IMAGE[2] + down) * IMAGE[3] + across) * CHANNELS
+            place = ((image[:, None] * IMAGE[2] + down) * IMAGE[3] + across) * PITCH
             values = tl.load(x + place + (number % CHANNELS)[None, :], mask=mask, other=0.0)
             values = operand(values, BEFORE, PRECISION)
             matrix = tl.load(
@@ -129,11 +131,11 @@ def _convolution(  # type: ignore[no-untyped-def]
             channel = (step % STEPS) * SUMMED + tl.arange(0, SUMMED)
             is_there = channel < CHANNELS
             if IS_POINT:
-                place = pixel * CHANNELS
+                place = pixel * PITCH
                 inside = known
             else:
                 down, across = looked_at(row, column, tap // WINDOW[1], tap % WINDOW[1], WINDOW)
-                place = ((image * IMAGE[2] + down) * IMAGE[3] + across) * CHANNELS
+                place = ((image * IMAGE[2] + down) * IMAGE[3] + across) * PITCH
                 inside = known & is_inside(down, across, IMAGE)
             values = tl.load(
                 x + place[:, None] + channel[None, :],

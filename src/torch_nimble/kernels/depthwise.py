@@ -51,6 +51,7 @@ def _depthwise(  # type: ignore[no-untyped-def]
     added,
     out,
     IMAGE: tl.constexpr,
+    PITCH: tl.constexpr,
     RESULT: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -67,7 +68,7 @@ def _depthwise(  # type: ignore[no-untyped-def]
     there = channel < IMAGE[1]
     wait_for_earlier(EARLY)
     total = seen_through(
-        x, weight, image, row, column, known, channel, IMAGE, WINDOW, BEFORE, PIXELS, CHANNELS
+        x, weight, image, row, column, known, channel, IMAGE, PITCH, WINDOW, BEFORE, PIXELS, CHANNELS
     )
     let_next_start(EARLY)
     store(out, total, bias, added, pixel, channel, known, there, IMAGE[1], HAS_BIAS, ADDS, AFTER)

@@ -2,7 +2,7 @@
 `torch_nimble::convolve_separably` for two layers at once.
 
 Which kernel carries one out is an argument, chosen ahead of time. Weights are laid out by `lay_out`,
-images and results are channels-last.
+results are channels-last, images are so or some channels of one that is (`readable`).
 """
 
 from __future__ import annotations
@@ -140,8 +140,12 @@ def _four(x: Tensor) -> tuple[int, int, int, int]:
     return images, channels, height, width
 
 
-def launches_of(site: Site, config: str, capability: int) -> tuple[Launch, ...]:
+def launches_of(
+    site: Site, config: str, capability: int, pitch: int | None = None
+) -> tuple[Launch, ...]:
     """What carries a site out in the way of a config, on a device of that compute capability.
+
+    Pixels of the image may lie further apart than by their channels, by `pitch`.
 
     From Hopper on, a kernel is launched while the one before it still runs, and waits for its end
     itself, which saves a quarter to half of a microsecond each time.
@@ -153,10 +157,16 @@ def launches_of(site: Site, config: str, capability: int) -> tuple[Launch, ...]:
     family = families.get(way.family, convolution)
     launches: tuple[Launch, ...] = family.launches(site, way)
     early = capability >= _EARLY_FROM
+    where = {"PITCH": site.image[1] if pitch is None else pitch}
     return tuple(
         replace(
             launch,
-            constants={**launch.constants, "EARLY": early, **(_PDL if early and launch.early else {})},
+            constants={
+                **launch.constants,
+                **(where if launch.reads_image else {}),
+                "EARLY": early,
+                **(_PDL if early and launch.early else {}),
+            },
         )
         for launch in launches
     )
@@ -167,6 +177,27 @@ def capability_of(device: torch.device) -> int:
     """Such as 90; zero for what is no GPU."""
     major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     return 10 * major + minor
+
+
+def pitch_of(x: Tensor) -> int | None:
+    """How far apart the pixels of an image lie; None if not all as far as their neighbours."""
+    _, channels, height, width = x.shape
+    sizes = (width, height, x.shape[0])
+    steps = (x.stride(3), x.stride(2), x.stride(0))
+    pitch, pixels = None, 1
+    for size, step in zip(sizes, steps, strict=True):
+        if size > 1:
+            pitch = step // pixels if pitch is None else pitch
+            if step != pitch * pixels:
+                return None
+        pixels *= size
+    pitch = channels if pitch is None else pitch
+    return pitch if pitch >= channels and (channels == 1 or x.stride(1) == 1) else None
+
+
+def readable(x: Tensor) -> Tensor:
+    """An image as kernels can read it: itself, if its channels or those of more lie side by side."""
+    return x if pitch_of(x) is not None else x.contiguous(memory_format=torch.channels_last)
 
 
 def compile_ahead(site: Site, config: str, capability: int, cache: str) -> None:
@@ -237,7 +268,7 @@ def _carry_out(site: Site, config: str, tensors: Sequence[Tensor | None]) -> Ten
     bias = weight if bias is None else bias  # not looked at then
     added = result if added is None else added
     deep = [weight if tensor is None else tensor for tensor in deep]
-    for launch in launches_of(site, config, capability_of(x.device)):
+    for launch in launches_of(site, config, capability_of(x.device), pitch_of(x)):
         out = result
         if launch.parts > 1:
             several = (launch.parts, result.numel())

@@ -20,6 +20,8 @@ class Launch:
     constants: dict[str, Any]
     parts: int = 1
     """If more, out is room for as many sums in float32, which the launch after it takes as x."""
+    reads_image: bool = True
+    """Whether x is the image, whose pixels may lie apart: the kernel has to be told their PITCH."""
     early: bool = True
     """Whether it may be launched before the kernel before it has ended, where a GPU can do that."""
 
@@ -96,6 +98,7 @@ def seen_through(  # type: ignore[no-untyped-def]
     known,
     channel,
     IMAGE: tl.constexpr,
+    PITCH: tl.constexpr,
     WINDOW: tl.constexpr,
     BEFORE: tl.constexpr,
     PIXELS: tl.constexpr,
@@ -105,13 +108,13 @@ def seen_through(  # type: ignore[no-untyped-def]
     is_there = channel < IMAGE[1]
     total = tl.zeros((PIXELS, CHANNELS), dtype=tl.float32)
     first, left = looked_at(row, column, 0, 0, WINDOW)
-    corner = ((image * IMAGE[2] + first) * IMAGE[3] + left) * IMAGE[1]
+    corner = ((image * IMAGE[2] + first) * IMAGE[3] + left) * PITCH
     start = x + corner[:, None] + channel[None, :]  # each place of the window is a fixed step from there
     for tap in tl.static_range(WINDOW[0] * WINDOW[1]):
         down = tap // WINDOW[1] * WINDOW[6]
         across = tap % WINDOW[1] * WINDOW[7]
         mask = (known & is_inside(first + down, left + across, IMAGE))[:, None] & is_there[None, :]
-        values = tl.load(start + (down * IMAGE[3] + across) * IMAGE[1], mask=mask, other=0.0)
+        values = tl.load(start + (down * IMAGE[3] + across) * PITCH, mask=mask, other=0.0)
         scale = tl.load(weight + tap * IMAGE[1] + channel, mask=is_there, other=0.0)
         total += activate(values.to(tl.float32), BEFORE) * scale.to(tl.float32)[None, :]
     return total

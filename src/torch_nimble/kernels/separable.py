@@ -61,6 +61,7 @@ def _separable(  # type: ignore[no-untyped-def]
     deep,
     bias_between,
     IMAGE: tl.constexpr,
+    PITCH: tl.constexpr,
     RESULT: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -90,7 +91,7 @@ def _separable(  # type: ignore[no-untyped-def]
             other=0.0,
         )
         halfway = seen_through(
-            x, deep, image, row, column, known, channel, IMAGE, WINDOW, BEFORE, PIXELS, SUMMED
+            x, deep, image, row, column, known, channel, IMAGE, PITCH, WINDOW, BEFORE, PIXELS, SUMMED
         )
         if BIAS_BETWEEN:
             halfway += tl.load(bias_between + channel, mask=is_there, other=0.0).to(tl.float32)[None, :]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
@@ -17,7 +17,9 @@ EFFORTS: tuple[str, ...] = get_args(Effort)
 LIBRARY = "library"
 """The choice to leave a convolution to torch."""
 APART = "apart"
-"""The choice to carry two layers out one after the other, each as is best for it."""
+"""The choice to carry several layers out one by one, each as is best for it."""
+MERGED = "merged"
+"""The choice to make one layer of several that read the same image."""
 
 ACTIVATIONS = ("", "relu", "relu6", "silu", "hardswish", "gelu", "sigmoid")
 """Those that kernels know."""
@@ -207,6 +209,17 @@ class Site:
             between=deep.after,
             bias_between=deep.has_bias,
         )
+
+
+def merged(sites: Sequence[Site]) -> Site:
+    """One layer that makes the channels of all of these."""
+    return replace(sites[0], made=sum(site.made for site in sites))
+
+
+def name_of_merged(sites: Sequence[Site]) -> str:
+    """A name for such layers together, such as `1×192×28×28 float16 to 64+96+16 1×1 bias relu`."""
+    whole = merged(sites)
+    return str(whole).replace(f" to {whole.made} ", f" to {'+'.join(str(s.made) for s in sites)} ", 1)
 
 
 def _pair(text: str) -> tuple[int, int]:

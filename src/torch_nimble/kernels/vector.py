@@ -42,6 +42,7 @@ def _vector(  # type: ignore[no-untyped-def]
     added,
     out,
     CHANNELS: tl.constexpr,
+    PITCH: tl.constexpr,
     LINEAR: tl.constexpr,
     RESULTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -60,7 +61,7 @@ def _vector(  # type: ignore[no-untyped-def]
     for first in range(0, CHANNELS, SUMMED):
         channel = first + tl.arange(0, SUMMED)
         is_there = channel < CHANNELS
-        values = tl.load(x + pixel * CHANNELS + channel, mask=is_there, other=0.0)
+        values = tl.load(x + pixel * PITCH + channel, mask=is_there, other=0.0)
         values = activate(values.to(tl.float32), BEFORE)
         if LINEAR:
             of_weight = channel[:, None] + of_result[None, :] * CHANNELS

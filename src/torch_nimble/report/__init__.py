@@ -1,6 +1,8 @@
 """A plan to look at: one page with its timeline, its graph, its tasks and how it was chosen.
 
 kinds      what sort of work a task is
+work       the bytes it moves and the operations it takes
+floors     where the time goes by kind of work, and the least that such work can take
 measures   numbers of a timeline: idle time, the longest path, steps
 contents   everything a report says, as a value
 page       that value as HTML

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torch_nimble.execute.measure import Timing
-from torch_nimble.explain import Candidate, Explanation, Fallback, SignatureAccount
+from torch_nimble.explain import Candidate, Explanation, Fallback, KindAccount, SignatureAccount
 from torch_nimble.plans import Plan
+from torch_nimble.report.floors import times_by_kind
 from torch_nimble.report.measures import idle_share, with_times
 from torch_nimble.schedule import Timeline, critical_path, serial, simulate
 from torch_nimble.taskgraph import TaskGraph
@@ -66,6 +67,12 @@ class Report:
         """Length and tasks of the longest path, by the times of this timeline."""
         return critical_path(with_times(self.graph, self.timeline))
 
+    @cached_property
+    def kinds(self) -> tuple[KindAccount, ...]:
+        """Where the time of this timeline goes; with floors only if it was measured."""
+        device = self.device if self.times == "measured" else ""
+        return times_by_kind(with_times(self.graph, self.timeline), device)
+
     @property
     def ratio(self) -> float:
         """How many times the longest path the timeline takes; 1 is the least there is."""
@@ -117,6 +124,7 @@ class Report:
             "critical_path_us": self.longest[0],
             "ratio_to_critical_path": self.ratio,
             "idle_share": self.idle,
+            "kinds": [asdict(kind) for kind in self.kinds],
             "call_us": self.call_us,
             "speedup_over_one_stream": self.over_one_stream,
             "speedup_over_eager": None if self.race is None else self.race.speedup,

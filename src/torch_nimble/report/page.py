@@ -15,8 +15,9 @@ from pathlib import Path
 from torch_nimble import look
 from torch_nimble.look import NOTHING, Cell, Grid, number, word
 from torch_nimble.report.contents import Report
+from torch_nimble.report.floors import all_kinds
 from torch_nimble.report.kinds import KINDS
-from torch_nimble.report.tasks import TaskView, share_by_kind, task_views
+from torch_nimble.report.tasks import TaskView, task_views
 
 _HOW = {
     "measured": "Measured: one real pass over the plan on made-up inputs (of several, the one of middle "
@@ -42,6 +43,7 @@ def page_of(report: Report) -> str:
         ("notices", "Worth knowing", "", _notices(report)),
         ("timeline", "Timeline", _how(report), _view(report, views, "timeline")),
         ("graph", "Graph by stream", _GRAPH, _view(report, views, "graph")),
+        ("kinds", "Where the time goes", _about_kinds(report), _table(_kinds(report), "Times")),
         ("tasks", "Tasks", "", _tasks(report, views)),
         ("candidates", "Candidates", _CANDIDATES, _table(_candidates(report), "Candidates")),
         ("preparation", "Preparation", "", _table(_stages(report), "Preparation")),
@@ -62,6 +64,12 @@ def page_of(report: Report) -> str:
 _GRAPH = (
     "Each task as far to the right as tasks come before it, one after another. Along a lane tasks "
     "follow each other; curves are waits, the only other order there is."
+)
+_FLOOR = (
+    "The floor is the least time for this work at the rates of the GPU's data sheet: for each task to "
+    "fetch weights and inputs from memory or to compute its products, whichever is longer. What tasks "
+    "hand to each other may stay in the cache and does not count. Under launches is what as many of the "
+    "shortest kernels take, whatever they do."
 )
 _CANDIDATES = (
     "Plans that were compared with eager and raced on this machine, in interleaved rounds; the fastest "
@@ -138,7 +146,7 @@ def _view(report: Report, views: tuple[TaskView, ...], name: str) -> str:
     )
     legend = "".join(
         f'<li><i style="background:var(--k{KINDS.index(kind)})"></i>{kind} <b>{share:.0%}</b></li>'
-        for kind, share in share_by_kind(views).items()
+        for kind, share in _shares(report).items()
     )
     return (
         f'<div class="view" data-view="{name}">\n<div class="tools"><ul class="legend">{legend}</ul>'
@@ -193,8 +201,40 @@ def _data(report: Report, views: tuple[TaskView, ...]) -> str:
 # -------------------------------------------------------------------- tables
 
 
+def _shares(report: Report) -> dict[str, float]:
+    """The part of all tasks' time that each kind has."""
+    total = all_kinds(report.kinds).us
+    return {kind.kind: kind.us / total if total else 0.0 for kind in report.kinds}
+
+
+def _about_kinds(report: Report) -> str:
+    if any(kind.floor_us is not None for kind in report.kinds):
+        return _FLOOR
+    if report.times == "measured":
+        return f"No floor is shown, since the rates of {report.device or 'the device'} are not known."
+    return f"No floor is shown, since times are {report.times}, not measured."
+
+
+def _kinds(report: Report) -> Grid:
+    shares = {**_shares(report), "all kinds": 1.0}
+    rows = tuple(
+        (
+            word(kind.kind),
+            number(kind.tasks),
+            number(kind.us, ",.1f"),
+            number(100 * shares[kind.kind], ".1f", " %"),
+            number(kind.floor_us, ",.1f"),
+            number(kind.times_floor, ",.1f", "×"),
+            number(kind.launch_us, ",.1f"),
+        )
+        for kind in (*report.kinds, *([all_kinds(report.kinds)] if report.kinds else []))
+    )
+    header = ("kind", "tasks", f"time, {report.unit}", "share", "floor, µs", "times the floor")
+    return _without_empty(Grid((*header, "launches, µs"), rows))
+
+
 def _tasks(report: Report, views: tuple[TaskView, ...]) -> str:
-    kinds = "".join(f"<option>{kind}</option>" for kind in share_by_kind(views))
+    kinds = "".join(f"<option>{kind.kind}</option>" for kind in report.kinds)
     total = sum(view.span.end_us - view.span.start_us for view in views) or 1.0
     unit = report.unit
     rows = tuple(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch_nimble.regions import Region
 from torch_nimble.report.contents import Report
-from torch_nimble.report.kinds import KINDS, kind_of
+from torch_nimble.report.kinds import kind_of
 from torch_nimble.report.measures import steps
 from torch_nimble.schedule import Span
 from torch_nimble.taskgraph import Buffer, Task
@@ -45,15 +45,6 @@ def task_views(report: Report) -> tuple[TaskView, ...]:
         )
         for launch, span in zip(report.plan.launches, report.timeline.spans, strict=True)
     )
-
-
-def share_by_kind(views: Sequence[TaskView]) -> dict[str, float]:
-    """The part of all tasks' time that each kind has, in the order of `KINDS`, absent ones left out."""
-    took = {kind: 0.0 for kind in KINDS if any(view.kind == kind for view in views)}
-    for view in views:
-        took[view.kind] += view.span.end_us - view.span.start_us
-    total = sum(took.values())
-    return {kind: us / total if total else 0.0 for kind, us in took.items()}
 
 
 def _shapes(regions: Sequence[Region], buffers: Mapping[str, Buffer]) -> tuple[str, ...]:

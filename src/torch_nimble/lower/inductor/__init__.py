@@ -52,7 +52,7 @@ __all__ = [
     "compile_unscheduled",
     "compile_with",
     "compile_wrapper",
-    "find_sites",
+    "find_layers",
     "in_workers",
     "kernel_cache",
     "lower",
@@ -182,13 +182,20 @@ def time_inside(lock: contextlib.AbstractContextManager[None]) -> None:
     benchmarker.benchmark_gpu = benchmark_gpu  # type: ignore[method-assign]
 
 
-def find_sites(captured: Captured) -> Counter[Site]:
-    """Layers that kernels of ours could carry out, and two at once, and how often each is there."""
+def find_layers(captured: Captured) -> tuple[Counter[Site], Counter[tuple[Site, ...]]]:
+    """Layers that kernels of ours could carry out, and two at once, and how often each is there.
+
+    And those that could be one layer.
+    """
     graph, frozen = _copy(captured)
     run_passes(graph, frozen, "channels-last", fused=True)
     sites = select.find_sites(graph, frozen)
     pairs = select.find_pairs(graph, sites)
-    return Counter([*(found.site for found in sites), *(pair.site for pair in pairs)])
+    groups = select.find_siblings(graph, sites)
+    return (
+        Counter([*(found.site for found in sites), *(pair.site for pair in pairs)]),
+        Counter(tuple(found.site for found in group) for group in groups),
+    )
 
 
 def _copy(captured: Captured) -> tuple[fx.Graph, frozenset[str]]:

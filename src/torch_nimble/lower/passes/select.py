@@ -2,8 +2,9 @@
 
 `find_sites` looks for convolutions of images and for linear layers of few rows, with constant weights,
 and for what can be part of their kernel: an activation before, a tensor to add, an activation after.
-`find_pairs` looks for those that one kernel could carry out together. `use_kernels` puts our operators
-where a kernel of ours was chosen. What is tried, and what wins, is not decided here.
+`find_pairs` looks for those that one kernel could carry out together, `find_siblings` for those that
+read the same image and could be one layer. `use_kernels` merges layers and puts our operators where that
+was chosen. What is tried, and what wins, is not decided here.
 
 Graphs need not be functional: a value is read at another time than before only if nobody writes anything
 in between. A tensor is added inside of a kernel only if the convolution depends on it anyway. Otherwise
@@ -13,15 +14,15 @@ that would make one of two branches wait for the other.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from torch_nimble.kernels.operator import convolve, convolve_separably, layout_for
-from torch_nimble.kernels.sites import BEFORE, DTYPES, LIBRARY, Site, Window, configs
+from torch_nimble.kernels.operator import convolve, convolve_separably, layout_for, readable
+from torch_nimble.kernels.sites import BEFORE, DTYPES, LIBRARY, Site, Window, configs, name_of_merged
 from torch_nimble.lower.passes.layout import channels_last, contiguous, keeps_layouts, reshape
 
 _aten = torch.ops.aten
@@ -42,6 +43,12 @@ _CLAMPS = frozenset([_aten.hardtanh.default, _aten.hardtanh_.default])
 _MOST_ROWS = 512
 """Of a linear layer: libraries know how to multiply large matrices."""
 _MOST_NUMBERS = 2**31
+_READ_PARTS = _CONVOLUTIONS | {
+    _aten.cat.default,
+    _aten.max_pool2d.default,
+    _aten.max_pool2d_with_indices.default,
+    _aten.avg_pool2d.default,
+}
 _SUMS = frozenset([_aten.add.Tensor, _aten.add_.Tensor])
 
 
@@ -73,7 +80,7 @@ def find_sites(graph: fx.Graph, constants: frozenset[str]) -> list[Found]:
 
 def find_pairs(graph: fx.Graph, sites: Sequence[Found]) -> list[Pair]:
     """Those of a graph's sites that follow each other with nothing else in between."""
-    written = _Writes(graph)
+    written = _Writes(graph, sites)
     makers = {found.nodes[-1]: found for found in sites}
     pairs = []
     for point in sites:
@@ -84,11 +91,31 @@ def find_pairs(graph: fx.Graph, sites: Sequence[Found]) -> list[Pair]:
             continue
         if _only_user(point.x) is not point.nodes[0]:
             continue
-        steps = [*deep.nodes, point.nodes[0]]  # of which some may write the first one's result
         site = Site.separable(deep.site, point.site)
-        if configs(site, "full") and not any(map(written.between, steps, steps[1:])):
+        if configs(site, "full") and not written.between(deep.nodes[0], point.nodes[0]):
             pairs.append(Pair(site, deep, point))
     return pairs
+
+
+def find_siblings(graph: fx.Graph, sites: Sequence[Found]) -> list[tuple[Found, ...]]:
+    """Convolutions of one image that differ in their weights only.
+
+    Their readers must be such that take channels of a larger image as well.
+    """
+    written = _Writes(graph, sites)
+    alike: dict[Any, list[Found]] = {}
+    for found in sites:
+        readers = found.nodes[-1].users
+        if (
+            found.site.kind != "dense"
+            or found.site.adds
+            or not _READ_PARTS.issuperset(reader.target for reader in readers)
+        ):
+            continue
+        group = alike.setdefault((found.x, replace(found.site, made=1)), [])
+        if not group or not written.between(group[0].nodes[0], found.nodes[0]):
+            group.append(found)
+    return [tuple(group) for group in alike.values() if len(group) > 1]
 
 
 def use_kernels(graph: fx.Graph, constants: frozenset[str], chosen: Mapping[str, str]) -> dict[str, int]:
@@ -96,6 +123,12 @@ def use_kernels(graph: fx.Graph, constants: frozenset[str], chosen: Mapping[str,
     counts: dict[str, int] = {}
     instead: dict[fx.Node, fx.Node] = {}
     sites = find_sites(graph, constants)
+    for group in find_siblings(graph, sites):
+        name = name_of_merged([found.site for found in group])
+        if name in chosen:
+            _merge(graph, group)
+            counts[name] = counts.get(name, 0) + 1
+    sites = find_sites(graph, constants) if counts else sites
     pairs = [pair for pair in find_pairs(graph, sites) if str(pair.site) in chosen]
     first, second = {pair.deep for pair in pairs}, {pair.point: pair for pair in pairs}
     for found in sites:
@@ -110,6 +143,52 @@ def use_kernels(graph: fx.Graph, constants: frozenset[str], chosen: Mapping[str,
             instead[result] = _replace(graph, found, chosen[site], instead)
         counts[site] = counts.get(site, 0) + 1
     return counts
+
+
+def _merge(graph: fx.Graph, group: Sequence[Found]) -> None:
+    """One convolution instead of several, and parts of its result instead of theirs."""
+    layer, *rest = group[0].nodes
+    image, value = group[0].x.meta["val"], group[0].nodes[-1].meta["val"]
+    layers = [found.nodes[0] for found in group]
+    made = sum(found.site.made for found in group)
+
+    def joined(constants: Sequence[Any], *shape: int) -> fx.Node | None:
+        if constants[0] is None:
+            return None
+        for constant in constants:
+            _hoist(constant, layer)
+        node = graph.call_function(_aten.cat.default, (list(constants), 0))
+        node.meta["val"] = image.new_empty((made, *shape))
+        return node
+
+    with graph.inserting_before(layer):
+        weight = joined([one.args[1] for one in layers], *(_shape(layer.args[1]) or ())[1:])
+        bias = joined([_bias(one) for one in layers])
+        whole = graph.call_function(layer.target, (layer.args[0], weight, bias, *layer.args[3:]))  # type: ignore[arg-type]
+        for node in (layer, *rest):
+            if node is not layer:
+                whole = graph.call_function(node.target, (whole, *node.args[1:]), dict(node.kwargs))  # type: ignore[arg-type]
+            size = (value.shape[0], made, *value.shape[2:])
+            result = value.new_empty(size).contiguous(memory_format=torch.channels_last)
+            whole.meta = {**node.meta, "val": result}
+        start = 0
+        parts = []
+        for found in group:
+            end = start + found.site.made
+            part = graph.call_function(_aten.slice.Tensor, (whole, 1, start, end))
+            part.meta = {**found.nodes[-1].meta, "val": whole.meta["val"][:, start:end]}
+            parts.append(part)
+            start = end
+    for found, part in zip(group, parts, strict=True):
+        _put(graph, part, found.nodes)
+
+
+def _hoist(constant: Any, before: fx.Node) -> None:
+    """Compute a constant before a node, and what it is computed from before that."""
+    if isinstance(constant, fx.Node) and constant.op == "call_function" and before < constant:
+        for source in constant.all_input_nodes:
+            _hoist(source, before)
+        before.prepend(constant)
 
 
 def _replace_pair(
@@ -127,7 +206,7 @@ def _replace_pair(
         made = graph.call_function(
             convolve_separably,
             (
-                given(pair.deep.x, channels_last),
+                given(pair.deep.x, readable),
                 given(node.args[1], lay_out, *more),
                 given(_bias(node), contiguous),
                 given(pair.point.added, channels_last),
@@ -163,21 +242,21 @@ def _replace(graph: fx.Graph, found: Found, config: str, instead: Mapping[fx.Nod
     is_linear = site.kind == "linear"
     value = found.nodes[-1].meta["val"]
 
-    def laid_out(image: fx.Node | None) -> fx.Node | None:
+    def laid_out(image: fx.Node | None, to: Any) -> fx.Node | None:
         if image is None:
             return None
         image = instead.get(image, image)
         if is_linear:
             rows, width = site.image[0], image.meta["val"].shape[-1]
             image = graph.call_function(reshape, (image, (rows, width, 1, 1)))
-        return graph.call_function(channels_last, (image,))
+        return graph.call_function(to, (image,))
 
     with graph.inserting_before(node):
         lay_out, more = layout_for(site.kind, config)
         weight = graph.call_function(lay_out, (node.args[1], *more))
         if bias is not None:
             bias = graph.call_function(contiguous, (bias,))
-        images = laid_out(found.x), laid_out(found.added)
+        images = laid_out(found.x, readable), laid_out(found.added, channels_last)
         window = list(site.window.numbers())
         made = graph.call_function(
             convolve, (images[0], weight, bias, images[1], window, site.before, site.after, config)
@@ -297,11 +376,15 @@ class _Search:
 
 
 class _Writes:
-    """Where a graph writes. Whose memory that is cannot always be told."""
+    """Where a graph writes. Whose memory that is cannot always be told.
 
-    def __init__(self, graph: fx.Graph) -> None:
+    Parts of sites do not count: what they write is read by their next part alone.
+    """
+
+    def __init__(self, graph: fx.Graph, sites: Iterable[Found] = ()) -> None:
+        own = {node for found in sites for node in found.nodes[1:]}
         self._position = {node: i for i, node in enumerate(graph.nodes)}
-        self._writes = [i for node, i in self._position.items() if _is_mutable(node)]
+        self._writes = [i for node, i in self._position.items() if _is_mutable(node) and node not in own]
 
     def between(self, after: fx.Node, before: fx.Node) -> bool:
         """Whether anything is written between two nodes."""
