@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,16 +18,28 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
+from cpu.kernel_cases import convolve_separably, stand_ins
 from torch_nimble.capture import Adapter, Callee, Captured
 from torch_nimble.devices import tuning
 from torch_nimble.devices.cuda import CudaDevice
 from torch_nimble.errors import LoweringError, PlanError
-from torch_nimble.explain import Candidate
+from torch_nimble.explain import Candidate, KernelAccount
 from torch_nimble.kernels.operator import may_round
-from torch_nimble.kernels.sites import EFFORTS, LIBRARY, Effort, Site, Tuned, Way, Window, configs
+from torch_nimble.kernels.sites import (
+    APART,
+    EFFORTS,
+    LIBRARY,
+    Effort,
+    Site,
+    Tuned,
+    Way,
+    Window,
+    configs,
+)
 from torch_nimble.lower import Lowered, inductor, lower
+from torch_nimble.lower.passes import run_passes, select
 from torch_nimble.options import Options
 from torch_nimble.tree import flatten_inputs
 
@@ -38,6 +50,10 @@ CLEARLY = 0.97
 
 def site(made: int = 8, **changed: Any) -> Site:
     return dataclasses.replace(Site((1, 4, 5, 5), made, Window((3, 3)), "float32"), **changed)
+
+
+def pair(made: int = 6, **changed: Any) -> Site:
+    return site(made, kind="separable", **changed)
 
 
 def tuned(one: Site, chosen: str = LIBRARY, us: float = 3.0) -> Tuned:
@@ -73,16 +89,28 @@ def test_what_is_right_wins_where_the_library_cannot_do_it() -> None:
     assert tuning.chosen_of({"a": 5.0, "b": 4.0}) == "b"
 
 
+def test_two_layers_stay_apart_where_one_kernel_is_not_clearly_faster() -> None:
+    """The times of both by the library are known besides, and not what one kernel is held against."""
+    assert tuning.chosen_of({APART: 5.0, "a": 4.9}, APART) == APART
+    assert tuning.chosen_of({APART: 5.0, "a": 4.7}, APART) == "a"
+    assert tuning.chosen_of({APART: 5.0, "a": 4.7, "b": 4.6}, APART) == "b"
+    assert tuning.chosen_of({APART: 5.0}, APART) == APART
+    assert tuning.chosen_of({}, APART) == APART
+
+
+@pytest.mark.parametrize("usual", [LIBRARY, APART])
 @settings(max_examples=200, deadline=None, derandomize=True, database=None)
-@given(st.dictionaries(st.sampled_from([LIBRARY, *"abcd"]), st.integers(1, 200).map(float)))
-def test_what_wins_is_never_slower_than_anything(times: dict[str, float]) -> None:
-    chosen = tuning.chosen_of(times)
+@given(data=st.data())
+def test_what_wins_is_never_slower_than_anything(usual: str, data: st.DataObject) -> None:
+    names = st.sampled_from([usual, *"abcd"])
+    times = data.draw(st.dictionaries(names, st.integers(1, 200).map(float)))
+    chosen = tuning.chosen_of(times, usual)
     best = min(times.values(), default=math.inf)
-    if chosen == LIBRARY:
-        assert not any(us < CLEARLY * times.get(LIBRARY, math.inf) for us in times.values())
+    if chosen == usual:
+        assert not any(us < CLEARLY * times.get(usual, math.inf) for us in times.values())
     else:
         assert times[chosen] == best
-        assert times[chosen] < CLEARLY * times.get(LIBRARY, math.inf)
+        assert times[chosen] < CLEARLY * times.get(usual, math.inf)
 
 
 # -------------------------------------------------------------------- on disk
@@ -301,13 +329,203 @@ def test_what_is_as_good_as_torch_may_win_and_what_is_wrong_may_not(one: Site) -
     assert "off by" in example.fault(lambda number: right(number) * math.nan)
 
 
+# -------------------------------------------------------------------- two layers at once
+
+PAIRS = [
+    pair(),
+    pair(bias_between=True, between="relu6"),
+    pair(has_bias=True, after="relu", window=Window((3, 2), (2, 1), (1, 0))),
+    pair(
+        before="silu", bias_between=True, between="gelu", has_bias=True, adds=True, after="relu",
+        window=Window((3, 3), (1, 1), (1, 1)), image=(3, 20, 6, 5),
+    ),
+    pair(dtype="float16", bias_between=True, between="relu", has_bias=True, adds=True),
+]  # fmt: skip
+
+
+@pytest.fixture
+def operators() -> Iterator[None]:
+    """Our operators, by torch."""
+    with stand_ins():
+        yield
+
+
+def example_of(one: Site, chosen: tuple[str, str] = (LIBRARY, LIBRARY)) -> tuning._Separable:
+    parts = [tuned(part, name) for part, name in zip(one.parts(), chosen, strict=True)]
+    return tuning._Separable(one, CPU, parts)
+
+
+def by_torch(example: tuning._Separable, one: Site, number: int = 0) -> Tensor:
+    """Both layers in float32 on a set of the example's, rounded where memory would round."""
+    (x, deep, first, _), (_, point, second, added) = (
+        layer.tensors[number] for layer in (example._deep, example._point)
+    )
+    window = (one.window.stride, one.window.padding, one.window.dilation, one.image[1])
+    made = F.conv2d(FUNCTIONS[one.before](x.float()), deep.float(), None, *window)
+    made = made if first is None else made + first.float()[:, None, None]
+    made = F.conv2d(FUNCTIONS[one.between](made).to(x.dtype).float(), point.float())
+    made = made if second is None else made + second.float()[:, None, None]
+    made = made if added is None else made + added.float()
+    return FUNCTIONS[one.after](made).to(x.dtype)
+
+
+def assert_same(found: Tensor, wanted: Tensor) -> None:
+    error = (found.double() - wanted.double()).norm() / wanted.double().norm()
+    assert found.shape == wanted.shape
+    assert error <= (1e-6 if found.dtype == torch.float32 else 1e-3), error
+
+
+@pytest.mark.parametrize("one", PAIRS, ids=str)
+def test_for_two_layers_what_torch_computes_may_win(one: Site) -> None:
+    example = example_of(one)
+    assert example.fault(lambda number: by_torch(example, one, number)) == ""
+    assert "off by" in example.fault(lambda number: by_torch(example, one, number) * 1.01)
+    assert "off by" in example.fault(lambda number: by_torch(example, one, number) * math.nan)
+
+
+@pytest.mark.usefixtures("operators")
+@pytest.mark.parametrize("one", PAIRS, ids=str)
+def test_a_candidate_for_two_layers_is_given_all_there_is(one: Site) -> None:
+    """With an operator that is right it is right, for every set of tensors."""
+    example = example_of(one)
+    assert example.sets > 1
+    for config in configs(one, "full"):
+        run = example.ours(config)
+        assert example.fault(run) == ""
+        for number in range(example.sets):
+            assert_same(run(number), by_torch(example, one, number))
+    firsts = [run(number) for number in range(example.sets)]
+    assert not any(torch.equal(firsts[0], other) for other in firsts[1:])
+
+
+def _operator(**changed: Any) -> Callable[..., Tensor]:
+    """The operator for two layers, given something else than it is asked to do."""
+    names = ("x", "weight", "bias", "added", "deep", "bias_between", "window", "before", "between",
+             "after", "config")  # fmt: skip
+
+    def operator(*given: Any) -> Tensor:
+        arguments = dict(zip(names, given, strict=True))
+        for name, change in changed.items():
+            arguments[name] = change(arguments[name])
+        return convolve_separably(**arguments)
+
+    return operator
+
+
+EVERYTHING = PAIRS[3]
+FAULTS: dict[str, Callable[..., Tensor]] = {
+    "no bias between": _operator(bias_between=lambda _: None),
+    "no activation between": _operator(between=lambda _: ""),
+    "another activation between": _operator(between=lambda _: "silu"),
+    "no activation before": _operator(before=lambda _: ""),
+    "no activation after": _operator(after=lambda _: ""),
+    "no bias": _operator(bias=lambda _: None),
+    "nothing added": _operator(added=lambda _: None),
+    "a wider window": _operator(window=lambda w: [*w[:4], 2, 2, 2, 2]),
+    "a turned window": _operator(deep=lambda d: d.flip(0).contiguous()),
+    "a smaller result": _operator(window=lambda w: [*w[:4], 0, 0, *w[6:]], added=lambda _: None),
+    "the weight of other channels": _operator(weight=lambda w: w.roll(1, 0)),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_for_two_layers_what_is_wrong_may_not_win(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As candidates are asked: by the config, through the operator."""
+    config = configs(EVERYTHING, "fast")[0]
+    example = example_of(EVERYTHING)
+    monkeypatch.setattr(tuning, "convolve_separably", _operator())
+    assert example.fault(example.ours(config)) == ""
+    monkeypatch.setattr(tuning, "convolve_separably", FAULTS[name])
+    assert "off by" in example.fault(example.ours(config))
+
+
+@pytest.mark.usefixtures("operators")
+@pytest.mark.parametrize("one", PAIRS, ids=str)
+def test_two_layers_as_usual_are_one_after_the_other(one: Site) -> None:
+    """Each by the kernel that was chosen for it, the second on what the first makes."""
+    chosen = tuple(configs(part, "fast")[0] for part in one.parts())
+    example = example_of(one, (chosen[0], chosen[1]))
+    usual = example.as_usual()
+    for number in range(example.sets):
+        assert_same(usual(number), by_torch(example, one, number))
+
+
+@pytest.mark.parametrize(
+    "one",
+    [pair(), pair(bias_between=True), pair(has_bias=True), pair(between="relu", after="relu")],
+    ids=str,
+)
+def test_two_layers_by_the_library_are_what_torch_launches(one: Site) -> None:
+    """Of an activation or a sum only the time is right there; these have none that it leaves out."""
+    example = example_of(one)
+    usual = example.as_usual()
+    for number in range(example.sets):
+        assert_same(usual(number), by_torch(example, one, number))
+
+
+class _Clock:
+    """Stands in for replays: runs what it is given once, and takes as long as is said."""
+
+    def __init__(self, us: Mapping[int, float]) -> None:
+        self._us, self._count = us, 0
+
+    def of(self, work: Callable[[], None]) -> Any:
+        work()
+        seconds = self._us[self._count] * tuning._CALLS * 1e-6
+        self._count += 1
+        return mock.Mock(seconds=lambda: seconds)
+
+
+@pytest.mark.usefixtures("operators")
+def test_two_layers_are_held_against_the_best_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the library's time is told, of both."""
+    parts = [tuned(part, us=us) for part, us in zip(EVERYTHING.parts(), (3.0, 4.0), strict=True)]
+    first, wrong, last = configs(EVERYTHING, "full")[:3]
+
+    def operator(*given: Any) -> Tensor:
+        assert given[-1] != last, "no room\nfor that"
+        return _operator(bias_between=lambda b: None if given[-1] == wrong else b)(*given)
+
+    monkeypatch.setattr(tuning, "convolve_separably", operator)
+    for us, chosen in ((5.5, first), (5.9, APART), (6.5, APART)):
+        example = tuning._Separable(EVERYTHING, CPU, parts)
+        clock: Any = _Clock({0: 6.0, 1: us})
+        found = tuning._try_one(EVERYTHING, (first, wrong, last), clock, example)
+        assert (found.site, found.kind) == (str(EVERYTHING), "separable")
+        assert found.chosen == chosen
+        assert found.times_us == pytest.approx({LIBRARY: 7.0, APART: 6.0, first: us})
+        assert {name: said[:4] for name, said in found.refused.items()} == {wrong: "its ", last: "Asse"}
+
+
+def test_two_layers_are_tried_after_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is known from before counts as well."""
+    one, deep, point = EVERYTHING, *EVERYTHING.parts()
+    asked: list[tuple[Site, Any]] = []
+
+    def try_one(one: Site, tried: Any, replays: Any, example: Any) -> Tuned:
+        asked.append((one, example))
+        return tuned(one, f"new {one.kind}")
+
+    monkeypatch.setattr(tuning, "_try_one", try_one)
+    monkeypatch.setattr(tuning, "_compiling", lambda kernels, device: lambda: None)
+    monkeypatch.setattr(tuning, "Replays", mock.Mock())
+    found = list(tuning._try_all([one, point, deep], CPU, "fast", {}))
+    assert [tried for tried, _ in asked] == [point, deep, one]
+    assert [result.site for result in found] == [str(point), str(deep), str(one)]
+    assert asked[-1][1]._chosen == ["new depthwise", "new dense"]
+    asked.clear()
+    known = {str(deep): tuned(deep, "old depthwise")}
+    list(tuning._try_all([one, point], CPU, "fast", known))
+    assert asked[-1][1]._chosen == ["old depthwise", "new dense"]
+
+
 # -------------------------------------------------------------------- plans and flags
 
 
 @pytest.mark.usefixtures("flags")
 @pytest.mark.parametrize("rows", [3, 40])
 @pytest.mark.parametrize("channels", [6, 20, 40, 300])
-@pytest.mark.parametrize("kind", ["dense", "linear"])
+@pytest.mark.parametrize("kind", ["dense", "linear", "separable"])
 def test_kernels_that_round_are_refused_where_the_flag_of_their_layers_is_off(
     kind: Any, channels: int, rows: int
 ) -> None:
@@ -415,3 +633,120 @@ def test_what_was_chosen_is_what_is_lowered(
     assert [note.name for note in notes] == ["channels-last, with kernels of our own"]
     used = {one.site: one.chosen for one, _ in made.tuned if one.chosen != LIBRARY}
     assert used == made.graph.kernels == {}
+
+
+# -------------------------------------------------------------------- layers that are part of two
+
+
+class Twice(nn.Module):
+    """A depthwise convolution before a 1×1 convolution, and one of the same kind by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deep, self.alone = (nn.Conv2d(4, 4, 3, padding=1, groups=4) for _ in range(2))
+        self.point = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.point(torch.relu(self.deep(x)))
+        return torch.relu(self.alone(x)).mean((2, 3))
+
+
+BOTH = Site(
+    (1, 4, 5, 5),
+    4,
+    Window((3, 3), padding=(1, 1)),
+    "float32",
+    "separable",
+    has_bias=True,
+    between="relu",
+    bias_between=True,
+)
+
+
+def choosing(chosen: Mapping[str, str]) -> Callable[..., dict[str, Tuned]]:
+    """What tuning would find: a kernel for each kind of layer."""
+
+    def tune(sites: Collection[Site], *_: Any) -> dict[str, Tuned]:
+        return {str(one): tuned(one, chosen[one.kind]) for one in sites}
+
+    return tune
+
+
+SINGLE = {"depthwise": "depthwise/8/4/4", "dense": "gathered/64/16/16/4/3/1"}
+CHOICES = {
+    "together": {**SINGLE, "separable": "separable/16/16/16/4"},
+    "apart": {**SINGLE, "separable": APART},
+    "by the library": {"depthwise": LIBRARY, "dense": LIBRARY, "separable": APART},
+    "together, else the library": {
+        "depthwise": LIBRARY,
+        "dense": LIBRARY,
+        "separable": "separable/16/16/16/4",
+    },
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_layers_that_are_part_of_two_are_not_counted_by_themselves(
+    name: str, device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured, _, _ = captured_of(Twice().eval(), torch.randn(1, 4, 5, 5))
+    deep, point = BOTH.parts()
+    sites, _ = inductor.find_layers(captured)
+    assert sites == {deep: 2, point: 1, BOTH: 1}
+    monkeypatch.setattr("torch_nimble.devices.cuda.tune", choosing(CHOICES[name]))
+    found = device.choose_kernels(captured, Options(), [])
+    counts = {one.site: count for one, count in found}
+    if CHOICES[name]["separable"] == APART:
+        assert counts == {str(deep): 2, str(point): 1, str(BOTH): 1}
+    else:
+        assert counts == {str(deep): 1, str(BOTH): 1}
+    accounts = [KernelAccount(o.site, n, o.chosen, o.times_us, o.refused) for o, n in found]
+    assert sum(account.layers for account in accounts) == 3
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_of_two_layers_what_was_chosen_is_what_is_lowered(
+    name: str, device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is lowered for layers apart but their own kernels; what is counted is what is there."""
+    captured, adapter, tensors = captured_of(Twice().eval(), torch.randn(1, 4, 5, 5))
+    functional = adapter.capture(tensors)
+    asked: list[tuple[str, dict[str, str]]] = []
+
+    def lowered(_: Captured, layout: Any, __: Any, kernels: Any = ()) -> Lowered:
+        asked.append((layout, dict(kernels)))
+        return lower(functional)
+
+    monkeypatch.setattr(inductor, "lower", lowered)
+    monkeypatch.setattr("torch_nimble.devices.cuda.faster_layout", lambda *_: "as captured")
+    monkeypatch.setattr("torch_nimble.devices.cuda.tune", choosing(CHOICES[name]))
+    found = device.choose_kernels(captured, Options(), [])
+    device.lowerings(adapter, tensors, captured, Options(), [], found)
+    ((layout, kernels),) = asked
+    assert kernels == {o.site: o.chosen for o, _ in found if o.chosen not in (LIBRARY, APART)}
+    assert layout == ("channels-last" if kernels else "as captured")
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(captured.graph, {}))
+    constants = frozenset(captured.constants)
+    run_passes(graph, constants, "channels-last", fused=True)
+    used = select.use_kernels(graph, constants, kernels)
+    assert used == {o.site: count for o, count in found if o.site in kernels}
+
+
+def account(one: Site, chosen: str, count: int, **times_us: float) -> KernelAccount:
+    return KernelAccount(str(one), count, chosen, times_us, {})
+
+
+def test_one_kernel_for_two_layers_counts_as_both() -> None:
+    assert account(site(), "a", 3, library=5.0, a=4.0).layers == 3
+    assert account(site(), LIBRARY, 3, library=5.0).layers == 3
+    assert account(pair(), "a", 3, library=5.0, apart=4.0, a=3.0).layers == 6
+    assert account(pair(), APART, 3, library=5.0, apart=4.0, a=4.0).layers == 0
+
+
+def test_what_is_saved_is_told_once() -> None:
+    """Where two layers stay apart, it is told with each of them."""
+    assert account(site(), "a", 3, library=5.0, a=4.0).saved_us == 3.0
+    assert account(site(), LIBRARY, 3, library=5.0, a=4.9).saved_us == 0.0
+    assert account(pair(), "a", 3, library=5.0, apart=4.0, a=3.0).saved_us == 6.0
+    assert account(pair(), APART, 3, library=5.0, apart=4.0, a=4.0).saved_us == 0.0

@@ -347,7 +347,8 @@ class _Separable:
         self.known_us = {LIBRARY: sum(part.times_us.get(LIBRARY, 0.0) for part in parts)}
         self.sets = min(self._deep.sets, self._point.sets)
         images = self._deep.tensors[0][0]
-        largest = max(math.prod(site.image), math.prod(point.image), images.shape[0] * site.made)
+        size = len(images) * site.made * math.prod(point.image[2:])
+        largest = max(math.prod(site.image), math.prod(point.image), size)
         count = max(1, min(len(images), _MOST_EXACT * len(images) // largest))
 
         def part(dtype: torch.dtype) -> Tensor:

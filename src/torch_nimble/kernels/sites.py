@@ -46,7 +46,7 @@ _BY_MATRIX_UNIT = ("convolution", "gathered", "linear", "separable")
 _FAST, _FAST_PAIRS = 3, 2
 """How many configs are tried in a hurry; kernels for two layers take long to compile."""
 _FEW_PIXELS = 4
-_MOST_SEPARABLE = 384
+_MOST_SEPARABLE = 192
 _SMALLEST_SUM = 16
 """What a matrix unit sums at least at a time."""
 
@@ -297,8 +297,10 @@ def _libraries(site: Site) -> Iterator[str]:
         return
     if site.has_bias and site.after == "relu":
         yield "cudnn"
+    # In float32 it would go by torch's flag for products, not by that for convolutions.
+    is_product = site.window.is_point and site.dtype != "float32"
     knows_ends = not site.after or (site.after == "relu" and site.has_bias)
-    if site.window.is_point and knows_ends and not (site.has_bias and site.adds):
+    if is_product and knows_ends and not (site.has_bias and site.adds):
         yield "cublas"
 
 
@@ -395,6 +397,9 @@ def _dense(site: Site) -> Iterator[str]:
     ordered = [*whole[:1], *cut[:2], *whole[1:], *cut[2:]]
     for a, b, c, parts in ordered:
         c = min(c, max(_SMALLEST_SUM, _power(site.image[1])))
+        steps = taps * -(-site.image[1] // c)
+        if -(-steps // -(-steps // parts)) < parts:  # the last would have nothing to do
+            continue
         yield f"{family}/{a}/{b}/{c}/{8 if a * b >= 128 * 64 else 4}/{stages}/{parts}"
 
 

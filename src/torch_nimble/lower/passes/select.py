@@ -22,7 +22,17 @@ import torch
 from torch import fx
 
 from torch_nimble.kernels.operator import convolve, convolve_separably, layout_for, readable
-from torch_nimble.kernels.sites import BEFORE, DTYPES, LIBRARY, Site, Window, configs, name_of_merged
+from torch_nimble.kernels.sites import (
+    APART,
+    BEFORE,
+    DTYPES,
+    LIBRARY,
+    MERGED,
+    Site,
+    Window,
+    configs,
+    name_of_merged,
+)
 from torch_nimble.lower.passes.layout import channels_last, contiguous, keeps_layouts, reshape
 
 _aten = torch.ops.aten
@@ -87,7 +97,7 @@ def find_pairs(graph: fx.Graph, sites: Sequence[Found]) -> list[Pair]:
         deep = makers.get(point.x)
         if deep is None or (deep.site.kind, point.site.kind) != ("depthwise", "dense"):
             continue
-        if not point.site.window.is_point or point.site.before or deep.site.adds:
+        if not point.site.window.is_point or deep.site.adds:
             continue
         if _only_user(point.x) is not point.nodes[0]:
             continue
@@ -125,11 +135,15 @@ def use_kernels(graph: fx.Graph, constants: frozenset[str], chosen: Mapping[str,
     sites = find_sites(graph, constants)
     for group in find_siblings(graph, sites):
         name = name_of_merged([found.site for found in group])
-        if name in chosen:
+        if chosen.get(name) == MERGED:
             _merge(graph, group)
             counts[name] = counts.get(name, 0) + 1
     sites = find_sites(graph, constants) if counts else sites
-    pairs = [pair for pair in find_pairs(graph, sites) if str(pair.site) in chosen]
+    pairs = [
+        pair
+        for pair in find_pairs(graph, sites)
+        if chosen.get(str(pair.site), APART) not in (APART, LIBRARY)
+    ]
     first, second = {pair.deep for pair in pairs}, {pair.point: pair for pair in pairs}
     for found in sites:
         pair = second.get(found)

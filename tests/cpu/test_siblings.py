@@ -1,0 +1,227 @@
+"""Convolutions of one image that become one, and that values stay eager's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cpu.helpers import Model, assert_close, eager, randomise_batch_norm
+from cpu.kernel_cases import stand_ins
+from cpu.test_select import Rewritten, as_list, captured_of, passed
+from torch_nimble.devices.tuning import chosen_for
+from torch_nimble.kernels.operator import pitch_of, readable
+from torch_nimble.kernels.sites import (
+    APART,
+    LIBRARY,
+    MERGED,
+    Site,
+    Tuned,
+    Window,
+    configs,
+    merged,
+    name_of_merged,
+)
+from torch_nimble.lower.inductor import find_layers
+from torch_nimble.lower.passes import select
+
+Groups = list[tuple[Site, ...]]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _stand_in() -> Iterator[None]:
+    with stand_ins():
+        yield
+
+
+def layers(**more: nn.Module) -> dict[str, nn.Module]:
+    return {
+        "a": nn.Conv2d(6, 8, 1),
+        "b": nn.Conv2d(6, 5, 1),
+        "c": nn.Conv2d(6, 16, 1),
+        "then": nn.Conv2d(5, 4, 3, padding=1),
+        "last": nn.Conv2d(16, 4, 5, padding=2),
+        **more,
+    }
+
+
+def image() -> Tensor:
+    return torch.randn(2, 6, 7, 5)
+
+
+def groups_in(model: nn.Module, *inputs: Tensor) -> Groups:
+    return list(find_layers(captured_of(model, *inputs))[1])
+
+
+def assert_merges(function: Callable[..., Any], merging: int, **more: nn.Module) -> Rewritten:
+    """That many groups become one layer each, with kernels of ours for all or none; results stay."""
+    model = Model(function, **layers(**more)).eval()
+    captured, x = captured_of(model, image()), image()
+    wanted = as_list(eager(model, x.clone()))
+    for by_kernels in (True, False):
+        graph, names = passed(captured)
+        sites = select.find_sites(graph, names)
+        groups = select.find_siblings(graph, sites)
+        assert len(groups) == merging
+        chosen = {name_of_merged([found.site for found in group]): MERGED for group in groups}
+        counts = select.use_kernels(graph, names, chosen)
+        assert sum(counts.values()) == merging
+        graph.lint()
+        left = [found.site for found in select.find_sites(graph, names)]
+        assert len(left) == len(sites) - sum(len(group) - 1 for group in groups)
+        if by_kernels:
+            select.use_kernels(graph, names, {str(site): configs(site, "fast")[0] for site in left})
+            assert not select.find_sites(graph, names)
+        graph.eliminate_dead_code()
+        made = Rewritten(captured, graph, left, counts, [])
+        assert_close(made.run(x.clone()), wanted, None)
+        assert_close(made.run_split(x.clone()), wanted, None)
+    return made
+
+
+def block(m: Any, x: Tensor) -> Tensor:
+    a, b, c = (F.relu(layer(x)) for layer in (m.a, m.b, m.c))
+    return torch.cat([a, m.then(b), m.last(c)], 1)
+
+
+def block_in_place(m: Any, x: Tensor) -> Tensor:
+    a, b, c = (F.relu_(layer(x)) for layer in (m.a, m.b, m.c))
+    return torch.cat([a, m.then(b), m.last(c), F.max_pool2d(b, 3, 1, 1)], 1)
+
+
+def without_activation(m: Any, x: Tensor) -> Tensor:
+    return torch.cat([m.a(x), m.then(m.b(x)), F.avg_pool2d(m.c(x), 3, 1, 1)], 1)
+
+
+def activated_before(m: Any, x: Tensor) -> Tensor:
+    return torch.cat([m.a(F.relu(x)), m.b(F.relu(x))], 1)
+
+
+@pytest.mark.parametrize("function", [block, block_in_place, without_activation, activated_before])
+def test_convolutions_of_one_image_become_one(function: Callable[..., Any]) -> None:
+    made = assert_merges(function, 1)
+    assert made.graph.find_nodes(op="call_function", target=torch.ops.aten.slice.Tensor)
+
+
+def test_batch_norm_is_folded_first() -> None:
+    norms = {name: nn.BatchNorm2d(width) for name, width in {"n": 8, "o": 5}.items()}
+    for norm in norms.values():
+        randomise_batch_norm(norm)
+    assert_merges(lambda m, x: torch.cat([F.relu(m.n(m.a(x))), F.relu(m.o(m.b(x)))], 1), 1, **norms)
+
+
+def test_two_blocks_are_two_groups() -> None:
+    more = {"d": nn.Conv2d(16, 3, 1), "e": nn.Conv2d(16, 7, 1)}
+
+    def twice(m: Any, x: Tensor) -> Tensor:
+        y = block(m, x)
+        return torch.cat([m.d(y), m.e(y)], 1)
+
+    assert_merges(twice, 2, **more)
+
+
+def _written_between(m: Any, x: Tensor) -> Tensor:
+    x = x + 0
+    a = m.a(x)
+    x.mul_(2)
+    return torch.cat([a, m.b(x)], 1)
+
+
+APARTS: dict[str, Callable[..., Any]] = {
+    "other images": lambda m, x: torch.cat([m.a(x), m.b(x + 1)], 1),
+    "other activations": lambda m, x: torch.cat([F.relu(m.a(x)), F.silu(m.b(x))], 1),
+    "other activations before": lambda m, x: torch.cat([m.a(F.relu(x)), m.b(F.silu(x))], 1),
+    "an activation for one": lambda m, x: torch.cat([F.relu(m.a(x)), m.b(x)], 1),
+    "no bias for one": lambda m, x: torch.cat([m.a(x), m.free(x)], 1),
+    "other windows": lambda m, x: torch.cat([m.a(x), m.wide(x)], 1),
+    "returned": lambda m, x: (m.a(x), m.b(x)),
+    "read as a whole": lambda m, x: m.a(x).flatten(1).sum(1) + m.b(x).flatten(1).sum(1),
+    "written between": _written_between,
+    "depthwise": lambda m, x: torch.cat([m.deep(x), m.deep(x)], 1),
+}
+
+
+@pytest.mark.parametrize("name", APARTS)
+def test_what_differs_in_more_than_weights_stays_apart(name: str) -> None:
+    more = {
+        "free": nn.Conv2d(6, 8, 1, bias=False),
+        "wide": nn.Conv2d(6, 8, 3, padding=1),
+        "deep": nn.Conv2d(6, 6, 3, padding=1, groups=6),
+    }
+    assert_merges(APARTS[name], 0, **more)
+
+
+def test_only_what_was_chosen_is_merged() -> None:
+    captured = captured_of(Model(block, **layers()).eval(), image())
+    graph, names = passed(captured)
+    before = str(graph)
+    assert select.use_kernels(graph, names, {}) == {}
+    assert str(graph) == before
+
+
+def test_a_name_says_what_each_of_them_makes() -> None:
+    group = [Site((1, 192, 28, 28), made, Window((1, 1)), "float16", after="relu") for made in (64, 96)]
+    assert name_of_merged(group) == "1×192×28×28 float16 to 64+96 1×1 relu"
+    assert str(merged(group)) == "1×192×28×28 float16 to 160 1×1 relu"
+
+
+# -------------------------------------------------------------------- choosing
+
+
+def tuned(site: Site, us: float, chosen: str = "convolution/16/32/32/4/3/1") -> Tuned:
+    return Tuned(str(site), site.kind, chosen, {LIBRARY: 9.0, chosen: us}, {})
+
+
+@pytest.mark.parametrize(("us", "is_merged"), [(2.0, True), (3.2, True), (3.4, False), (8.0, False)])
+def test_they_are_merged_if_that_takes_about_as_long_as_the_longest(us: float, is_merged: bool) -> None:
+    parts = [Site((1, 8, 5, 5), made, Window((1, 1)), "float16") for made in (4, 6, 6)]
+    whole = merged(parts)
+    found = {t.site: t for t in (tuned(parts[0], 2.0), tuned(parts[1], 3.0), tuned(whole, us))}
+    sites = {parts[0]: 2, parts[1]: 3}
+    choice = {t.site: (t.chosen, n) for t, n in chosen_for(sites, {tuple(parts): 1}, found)}
+    assert choice.pop(name_of_merged(parts)) == (MERGED if is_merged else APART, 1)
+    left = {str(parts[0]): 1, str(parts[1]): 1, str(whole): 1} if is_merged else map_of(sites)
+    assert {site: count for site, (_, count) in choice.items()} == left
+
+
+def map_of(sites: dict[Site, int]) -> dict[str, int]:
+    return {str(site): count for site, count in sites.items()}
+
+
+# -------------------------------------------------------------------- reading a part
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (1, 3, 4, 5), (2, 3, 1, 1), (1, 3, 1, 1), (2, 1, 3, 1)])
+def test_an_image_is_read_where_it_lies_if_its_pixels_are_equally_far_apart(
+    shape: tuple[int, ...],
+) -> None:
+    images, channels, height, width = shape
+    whole = torch.randn(images, 7, height, width).contiguous(memory_format=torch.channels_last)
+    for x in (whole[:, :channels], whole[:, 7 - channels :], whole):
+        assert readable(x) is x
+        pitch = pitch_of(x)
+        assert pitch is not None
+        flat = torch.as_strided(x, (images * height * width, x.shape[1]), (pitch, 1), x.storage_offset())
+        assert torch.equal(flat, x.permute(0, 2, 3, 1).reshape(-1, x.shape[1]))
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda x: x,  # channels first
+        lambda x: x.contiguous(memory_format=torch.channels_last)[:, :, ::2],
+        lambda x: x.contiguous(memory_format=torch.channels_last)[:, :, :, :3],
+        lambda x: x.contiguous(memory_format=torch.channels_last)[:, ::2],
+        lambda x: x[:1].contiguous(memory_format=torch.channels_last).expand(2, -1, -1, -1),
+    ],
+)
+def test_other_images_are_copied(cut: Callable[[Tensor], Tensor]) -> None:
+    x = cut(torch.randn(2, 6, 4, 5))
+    made = readable(x)
+    assert made.data_ptr() != x.data_ptr()
+    assert made.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(made, x)
