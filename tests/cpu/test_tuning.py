@@ -31,6 +31,7 @@ from torch_nimble.kernels.sites import (
     APART,
     EFFORTS,
     LIBRARY,
+    MERGED,
     Effort,
     Site,
     Tuned,
@@ -248,6 +249,29 @@ def test_without_a_place_on_disk_everything_is_tried_each_time(
     for _ in range(2):
         assert tuning.tune([site()], CPU, "fast")[str(site())].site == str(site())
     assert len(tried) == 2
+
+
+def test_kernels_of_a_plan_are_compiled_unless_they_were_here(
+    tried: Tried, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[tuple[str, str]] = []
+
+    def in_workers(function: Any, calls: list[tuple[Any, ...]]) -> Callable[[], None]:
+        return lambda: compiled.extend((str(one), config) for one, config, *_ in calls)
+
+    monkeypatch.setattr(inductor, "in_workers", in_workers)
+    a, b, c = (site(made) for made in (8, 9, 10))
+    found = tuning.tune([a], CPU, "fast")
+    new = {str(b): "vector/8/64/4", str(c): "vector/16/64/4"}
+    plan = {str(a): found[str(a)].chosen, **new, "1×4×5×5 float32 to 3+4 3×3": MERGED}
+    tuning.compile_chosen(plan, CPU)
+    assert compiled == list(new.items())
+    tuning.compile_chosen(plan, CPU)
+    assert compiled == list(new.items())
+    tuning.compile_chosen({str(b): "vector/32/64/4"}, CPU)  # another one for a layer that is known
+    assert compiled[2:] == [(str(b), "vector/32/64/4")]
+    assert list(tuning.tune([a, b], CPU, "fast")) == [str(a), str(b)]
+    assert tried == [("fast", [a]), ("fast", [b])]  # compiled is not tried
 
 
 @pytest.fixture
