@@ -97,7 +97,7 @@ class KernelAccount:
 
     @property
     def layers(self) -> int:
-        """How many layers of the model these are: two each where one kernel is for both."""
+        """How many layers these are, merged ones being one: two each where one kernel is for both."""
         if self.chosen in (APART, MERGED):
             return 0
         return self.count * (2 if " separable " in self.site else 1)

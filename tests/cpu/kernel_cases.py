@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from torch_nimble.kernels.operator import capability_of, launches_of, lay_out, pitch_of, result_of
-from torch_nimble.kernels.sites import BEFORE, LIBRARIES, Kind, Site, Way, Window, configs
+from torch_nimble.kernels.sites import BEFORE, Kind, Site, Way, Window, configs
 
 Tensor = torch.Tensor
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -132,7 +132,7 @@ def check_kernels(
             if surrounded:
                 sums = exact + bias.double()[:, None, None] + added.double()
                 wanted = ACTIVATIONS[after](sums)
-            tried = _kernels(site, tf32) + (CUT if kind == "dense" else ())
+            tried = configs(site, "full", tf32) + (CUT if kind == "dense" else ())
             for config in tried[:: every if surrounded else len(tried)]:
                 rounded = Way.parse(config).precision == "tf32"
                 given = x if surrounded else x.contiguous(memory_format=torch.channels_last)
@@ -142,12 +142,6 @@ def check_kernels(
 
 CUT = ("convolution/16/32/16/4/3/2", "convolution/32/16/32/4/3/4")
 """Sums in parts, which are offered only where they are long."""
-
-
-def _kernels(site: Site, tf32: bool) -> tuple[str, ...]:
-    """What there is to try without calls of libraries."""
-    tried = configs(site, "full", tf32)
-    return tuple(config for config in tried if Way.parse(config).family not in LIBRARIES)
 
 
 def check_two(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import torch_nimble as nimble
 from torch_nimble.execute import cuda, ports
 from torch_nimble.execute.cuda import Binding
 from torch_nimble.execute.ports import Doors, Port
@@ -36,6 +37,8 @@ class Driver:
         self.nodes: list[Node] = []
         self.moves = 0
         self.refuses: Callable[[Any], bool] = lambda copy: False
+        self.is_capturing = False
+        self.has_context = True
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> int:
         self.nodes.append(
@@ -48,6 +51,10 @@ class Driver:
         return self.nodes[handle.value - 1]
 
     def cuCtxGetCurrent(self, context: Any) -> int:
+        return 0
+
+    def cuCtxSetCurrent(self, context: Any) -> int:
+        self.has_context = True
         return 0
 
     def cuGraphGetNodes(self, graph: Any, nodes: Any, count: Any) -> int:
@@ -67,6 +74,8 @@ class Driver:
     def cuGraphExecMemcpyNodeSetParams(
         self, graph: Any, node: ctypes.c_void_p, copy: Any, context: Any
     ) -> int:
+        if not self.has_context:
+            return 201
         if self.refuses(copy._obj):
             return 1
         self.moves += 1
@@ -74,6 +83,8 @@ class Driver:
         return 0
 
     def cuGraphNodeSetEnabled(self, graph: Any, node: ctypes.c_void_p, on: Any) -> int:
+        if not self.has_context:
+            return 201
         self._node(node).enabled = bool(on.value)
         return 0
 
@@ -115,6 +126,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(ports, "copy_async", lambda: made.copy)
     monkeypatch.setattr(cuda, "copy_async", lambda: lambda *_: 1)  # not for memory of the host
     monkeypatch.setattr(cuda, "_raw_stream", lambda index: 7)
+    monkeypatch.setattr(cuda, "_is_capturing", lambda: made.is_capturing)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     return made
 
@@ -227,6 +239,52 @@ def test_what_the_driver_does_not_move_is_copied_outside(driver: Driver, end: st
         assert_right(binding.run([x, y]), x, y)
     driver.refuses = lambda copy: False
     x, y = random()
+    assert_right(binding.run([x, y]), x, y)
+
+
+def test_a_thread_without_a_context_gets_the_graphs(driver: Driver) -> None:
+    binding = doubling(driver)
+    for close in (False, True):
+        x, y = random()
+        assert_right(binding.run([x, y]), x, y)
+        driver.has_context = False
+        if close:
+            binding.replay()
+        x, y = random()
+        assert_right(binding.run([x, y]), x, y)
+        assert driver.has_context
+
+
+def test_an_interrupt_leaves_nothing_that_is_not_so(driver: Driver) -> None:
+    binding = doubling(driver)
+    x, y = random()
+    first = binding.run([x, y])
+
+    def interrupt(copy: Any) -> bool:
+        driver.moves += 1
+        for node in driver.nodes:  # the driver has moved it, and nobody has noted that
+            if node.copy is not None and node.copy.srcDevice == copy.srcDevice:
+                node.copy = ports._Copy.from_buffer_copy(copy)
+        raise KeyboardInterrupt
+
+    ours = {t.data_ptr() for t in (*binding.inputs, *binding.outputs)}
+    driver.refuses = lambda copy: copy.srcDevice in ours and interrupt(copy)
+    with pytest.raises(KeyboardInterrupt):
+        binding.run([x, y])
+    driver.refuses = lambda copy: False
+    address = first[0].data_ptr()
+    assert binding._exits[0] is not None
+    assert binding._exits[0].to(address)
+    assert [n.copy.ends[1] for n in driver.nodes if n.copy is not None][2] == address
+
+
+def test_a_call_is_refused_while_somebody_else_captures(driver: Driver) -> None:
+    binding = doubling(driver)
+    x, y = random()
+    driver.is_capturing = True
+    with pytest.raises(nimble.StateError, match="while its stream is captured"):
+        binding.run([x, y])
+    driver.is_capturing = False
     assert_right(binding.run([x, y]), x, y)
 
 

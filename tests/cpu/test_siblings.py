@@ -13,23 +13,23 @@ from torch import Tensor, nn
 from cpu.helpers import Model, assert_close, eager, randomise_batch_norm
 from cpu.kernel_cases import stand_ins
 from cpu.test_select import Rewritten, as_list, captured_of, passed
-from torch_nimble.devices.tuning import chosen_for
-from torch_nimble.kernels.operator import pitch_of, readable
+from torch_nimble.devices.tuning import chosen_for, reading_parts
+from torch_nimble.kernels.operator import pitch_of
 from torch_nimble.kernels.sites import (
     APART,
     LIBRARY,
     MERGED,
+    Siblings,
     Site,
     Tuned,
     Window,
     configs,
-    merged,
-    name_of_merged,
 )
+from torch_nimble.lower.constants import split_constants
 from torch_nimble.lower.inductor import find_layers
 from torch_nimble.lower.passes import select
-
-Groups = list[tuple[Site, ...]]
+from torch_nimble.lower.passes.layout import readable
+from torch_nimble.lower.remembered import fingerprint
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -53,10 +53,6 @@ def image() -> Tensor:
     return torch.randn(2, 6, 7, 5)
 
 
-def groups_in(model: nn.Module, *inputs: Tensor) -> Groups:
-    return list(find_layers(captured_of(model, *inputs))[1])
-
-
 def assert_merges(function: Callable[..., Any], merging: int, **more: nn.Module) -> Rewritten:
     """That many groups become one layer each, with kernels of ours for all or none; results stay."""
     model = Model(function, **layers(**more)).eval()
@@ -67,16 +63,17 @@ def assert_merges(function: Callable[..., Any], merging: int, **more: nn.Module)
         sites = select.find_sites(graph, names)
         groups = select.find_siblings(graph, sites)
         assert len(groups) == merging
-        chosen = {name_of_merged([found.site for found in group]): MERGED for group in groups}
+        chosen = {str(group.siblings): MERGED for group in groups}
         counts = select.use_kernels(graph, names, chosen)
         assert sum(counts.values()) == merging
         graph.lint()
         left = [found.site for found in select.find_sites(graph, names)]
-        assert len(left) == len(sites) - sum(len(group) - 1 for group in groups)
+        assert len(left) == len(sites) - sum(len(group.members) - 1 for group in groups)
         if by_kernels:
             select.use_kernels(graph, names, {str(site): configs(site, "fast")[0] for site in left})
             assert not select.find_sites(graph, names)
         graph.eliminate_dead_code()
+        assert fingerprint(split_constants(captured, graph).graph, [], {}) is not None
         made = Rewritten(captured, graph, left, counts, [])
         assert_close(made.run(x.clone()), wanted, None)
         assert_close(made.run_split(x.clone()), wanted, None)
@@ -142,6 +139,7 @@ APARTS: dict[str, Callable[..., Any]] = {
     "read as a whole": lambda m, x: m.a(x).flatten(1).sum(1) + m.b(x).flatten(1).sum(1),
     "written between": _written_between,
     "depthwise": lambda m, x: torch.cat([m.deep(x), m.deep(x)], 1),
+    "read by what is no layer of ours": lambda m, x: m.grouped(m.a(x)) + m.grouped(m.d(x)),
 }
 
 
@@ -151,8 +149,29 @@ def test_what_differs_in_more_than_weights_stays_apart(name: str) -> None:
         "free": nn.Conv2d(6, 8, 1, bias=False),
         "wide": nn.Conv2d(6, 8, 3, padding=1),
         "deep": nn.Conv2d(6, 6, 3, padding=1, groups=6),
+        "d": nn.Conv2d(6, 8, 1),
+        "grouped": nn.Conv2d(8, 8, 3, groups=2),
     }
     assert_merges(APARTS[name], 0, **more)
+
+
+def test_merging_leaves_other_layers_what_they_are() -> None:
+    """Whatever in-place activations go with it: kernels that were chosen must still fit."""
+
+    def residual(m: Any, x: Tensor) -> Tensor:
+        a = F.relu_(m.a(x))
+        p = m.same(x)
+        b = F.relu_(m.b(x))
+        return torch.cat([a, b, p + x], 1)
+
+    model = Model(residual, **layers(same=nn.Conv2d(6, 6, 3, padding=1))).eval()
+    captured = captured_of(model, image())
+    sites, groups = find_layers(captured)
+    (group,) = groups
+    graph, names = passed(captured)
+    chosen = {str(s): configs(s, "fast")[0] for s in (*sites, group.whole) if s not in group.sites}
+    chosen[str(group)] = MERGED
+    assert select.use_kernels(graph, names, chosen) == dict.fromkeys(chosen, 1)
 
 
 def test_only_what_was_chosen_is_merged() -> None:
@@ -165,8 +184,9 @@ def test_only_what_was_chosen_is_merged() -> None:
 
 def test_a_name_says_what_each_of_them_makes() -> None:
     group = [Site((1, 192, 28, 28), made, Window((1, 1)), "float16", after="relu") for made in (64, 96)]
-    assert name_of_merged(group) == "1×192×28×28 float16 to 64+96 1×1 relu"
-    assert str(merged(group)) == "1×192×28×28 float16 to 160 1×1 relu"
+    siblings = Siblings(tuple(group))
+    assert str(siblings) == "1×192×28×28 float16 to 64+96 1×1 relu"
+    assert str(siblings.whole) == "1×192×28×28 float16 to 160 1×1 relu"
 
 
 # -------------------------------------------------------------------- choosing
@@ -177,15 +197,24 @@ def tuned(site: Site, us: float, chosen: str = "convolution/16/32/32/4/3/1") -> 
 
 
 @pytest.mark.parametrize(("us", "is_merged"), [(2.0, True), (3.2, True), (3.4, False), (8.0, False)])
-def test_they_are_merged_if_that_takes_about_as_long_as_the_longest(us: float, is_merged: bool) -> None:
+@pytest.mark.parametrize("is_readable", [True, False])
+def test_they_are_merged_if_that_takes_about_as_long_as_the_longest(
+    us: float, is_merged: bool, is_readable: bool
+) -> None:
+    is_merged = is_merged and is_readable
     parts = [Site((1, 8, 5, 5), made, Window((1, 1)), "float16") for made in (4, 6, 6)]
-    whole = merged(parts)
-    found = {t.site: t for t in (tuned(parts[0], 2.0), tuned(parts[1], 3.0), tuned(whole, us))}
-    sites = {parts[0]: 2, parts[1]: 3}
-    choice = {t.site: (t.chosen, n) for t, n in chosen_for(sites, {tuple(parts): 1}, found)}
-    assert choice.pop(name_of_merged(parts)) == (MERGED if is_merged else APART, 1)
-    left = {str(parts[0]): 1, str(parts[1]): 1, str(whole): 1} if is_merged else map_of(sites)
-    assert {site: count for site, (_, count) in choice.items()} == left
+    reader = Site((1, 6, 5, 5), 3, Window((3, 3)), "float16")
+    group = Siblings(tuple(parts), (reader,))
+    tried = [tuned(parts[0], 2.0), tuned(parts[1], 3.0), tuned(group.whole, us)]
+    tried.append(tuned(reader, 4.0) if is_readable else tuned(reader, 4.0, LIBRARY))
+    found = {one.site: one for one in tried}
+    sites = {parts[0]: 2, parts[1]: 3, reader: 1}
+    choice = {t.site: (t.chosen, n) for t, n in chosen_for(sites, {group: 1}, found)}
+    assert choice.pop(str(group)) == (MERGED if is_merged else APART, 1)
+    left = {parts[0]: 1, parts[1]: 1, group.whole: 1, reader: 1} if is_merged else sites
+    assert {site: count for site, (_, count) in choice.items()} == map_of(left)
+    parted = {f"{reader} among 16": found[str(reader)].chosen} if is_merged else {}
+    assert reading_parts([group], found) == parted
 
 
 def map_of(sites: dict[Site, int]) -> dict[str, int]:
@@ -225,3 +254,9 @@ def test_other_images_are_copied(cut: Callable[[Tensor], Tensor]) -> None:
     assert made.data_ptr() != x.data_ptr()
     assert made.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(made, x)
+
+
+def test_what_kernels_cannot_count_to_is_copied() -> None:
+    whole = torch.empty(64, 256, 512, 512, device="meta").contiguous(memory_format=torch.channels_last)
+    assert pitch_of(whole[:, :64]) is None
+    assert pitch_of(whole[:31, :64]) == 256

@@ -39,13 +39,9 @@ NUMBERS = {
     "gathered": 6,
     "convolution": 6,
     "linear": 6,
-    "cudnn": 0,
-    "cublas": 0,
 }
 """How many a config of each family has."""
 MATRIX_UNITS = ("gathered", "convolution", "linear", "separable")
-LIBRARIES = ("cudnn", "cublas")
-"""Families that have no kernel of ours in them."""
 KINDS: tuple[Kind, ...] = ("dense", "depthwise", "linear", "separable")
 
 
@@ -305,12 +301,6 @@ def cut_of(config: str) -> tuple[str, tuple[int, ...]]:
     return way.family, way.numbers
 
 
-def kernels(site: Site, effort: Effort, may_round: bool = False) -> tuple[str, ...]:
-    """What there is to try without calls of libraries."""
-    tried = configs(site, effort, may_round)
-    return tuple(config for config in tried if Way.parse(config).family not in LIBRARIES)
-
-
 def is_offered(site: Site) -> bool:
     """Whether there is anything to try."""
     return site.kind != "separable" or site.image[1] <= MOST_TOGETHER
@@ -324,7 +314,7 @@ def two_layers(channels: int, made: int = 64) -> Site:
 @example(two_layers(MOST_TOGETHER), False)
 @example(two_layers(MOST_TOGETHER + 1), False)
 def test_there_is_something_to_try_and_the_likeliest_comes_first(site: Site, may_round: bool) -> None:
-    full, fast = kernels(site, "full", may_round), kernels(site, "fast", may_round)
+    full, fast = configs(site, "full", may_round), configs(site, "fast", may_round)
     assert bool(full) == bool(fast) == is_offered(site)
     assert fast[:1] == full[:1]
     most = 2 if site.kind == "separable" else 3
@@ -399,7 +389,7 @@ def test_products_are_rounded_only_where_they_may_be_and_only_by_matrix_units(
 
 @given(sites())
 def test_short_floats_and_float32_are_cut_the_same(site: Site) -> None:
-    cuts = [{cut_of(c) for c in kernels(replace(site, dtype=dtype), "full")} for dtype in DTYPES]
+    cuts = [{cut_of(c) for c in configs(replace(site, dtype=dtype), "full")} for dtype in DTYPES]
     assert cuts[0] == cuts[1] == cuts[2]
 
 
@@ -409,7 +399,7 @@ def test_short_floats_and_float32_are_cut_the_same(site: Site) -> None:
 @example(two_layers(MOST_TOGETHER, made=2))
 def test_blocks_are_what_kernels_can_take(site: Site) -> None:
     """Sides of blocks and warps are powers of two, and matrices as large as matrix units need."""
-    for config in kernels(site, "full"):
+    for config in configs(site, "full"):
         family, _, numbers = Way.parse(config)
         if family not in MATRIX_UNITS:
             assert all(map(is_power, numbers))
@@ -432,7 +422,7 @@ def test_blocks_are_what_kernels_can_take(site: Site) -> None:
 @example(Site((1, 64, 1, 1), 64, Window((1, 1)), "float16", "depthwise"))
 @example(Site((1, 64, 1, 1), 64, Window((1, 1)), "float16", "separable"))
 def test_families_are_those_for_the_kind_of_layer(site: Site) -> None:
-    families = {Way.parse(config).family for config in kernels(site, "full")}
+    families = {Way.parse(config).family for config in configs(site, "full")}
     for kind in ("depthwise", "separable"):
         assert (kind in families) == (site.kind == kind and is_offered(site))
         assert site.kind != kind or families <= {kind}
@@ -474,4 +464,4 @@ def test_what_comes_before_and_after_does_not_change_what_is_tried(site: Site) -
     plain = replace(
         site, before="", after="", has_bias=False, adds=False, between="", bias_between=False
     )
-    assert kernels(plain, "full") == kernels(site, "full")
+    assert configs(plain, "full") == configs(site, "full")

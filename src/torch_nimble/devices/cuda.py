@@ -23,7 +23,7 @@ from torch_nimble.devices.base import (
     custom_plan,
 )
 from torch_nimble.devices.layout import faster_layout
-from torch_nimble.devices.tuning import check_precision, chosen_for, compile_chosen, tune
+from torch_nimble.devices.tuning import check_precision, chosen_for, compile_chosen, reading_parts, tune
 from torch_nimble.errors import FallbackError, LoweringError, PlanError
 from torch_nimble.execute.check import tf32_tolerance
 from torch_nimble.execute.cuda import Binding, CudaExecutable, free_workspaces
@@ -32,7 +32,7 @@ from torch_nimble.execute.room import Room
 from torch_nimble.execute.timelines import cuda_timeline
 from torch_nimble.explain import Candidate, not_tried
 from torch_nimble.flags import convolutions_may_use_tf32, matmul_may_use_tf32
-from torch_nimble.kernels.sites import APART, LIBRARY, Tuning, merged
+from torch_nimble.kernels.sites import APART, LIBRARY, Tuning
 from torch_nimble.lower import Lowered, inductor
 from torch_nimble.lower import lower as lower_operators
 from torch_nimble.options import Options
@@ -97,7 +97,8 @@ class CudaDevice(Device):
             return ()
         try:
             sites, groups = inductor.find_layers(captured)
-            found = tune([*sites, *map(merged, groups)], self.device, options.tune)
+            found = tune([*sites, *(group.whole for group in groups)], self.device, options.tune)
+            compile_chosen(reading_parts(groups, found), self.device)
         except (RuntimeError, ValueError) as reason:
             notes.append(not_tried("kernels of our own", reason))
             return ()
@@ -389,10 +390,10 @@ def _gradients_bytes(trial: TrialRun) -> int:
 def _needed_bytes(binding: Binding, lowered: Lowered, plan: Plan) -> int:
     """Activations, inputs and a workspace for each stream with matrix products."""
     kinds = {task.name: task.kind for task in lowered.graph.tasks}
-    users = [f"aten.{name}." for name in _USES_WORKSPACE]
-    users += ["convolve."] if "cublas" in plan.kernels.values() else []
     multiplying = {
-        launch.stream for launch in plan.launches if any(user in kinds[launch.task] for user in users)
+        launch.stream
+        for launch in plan.launches
+        if any(f"aten.{name}." in kinds[launch.task] for name in _USES_WORKSPACE)
     }
     inputs = sum(t.numel() * t.element_size() for t in binding.inputs)
     return binding.memory_bytes + inputs + _WORKSPACE_BYTES * len(multiplying)

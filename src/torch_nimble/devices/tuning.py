@@ -40,7 +40,7 @@ from torch_nimble.kernels.operator import (
     compile_ahead,
     convolve,
     convolve_separably,
-    layout_for,
+    lay_out,
     may_round,
 )
 from torch_nimble.kernels.sites import (
@@ -48,13 +48,12 @@ from torch_nimble.kernels.sites import (
     LIBRARY,
     MERGED,
     Effort,
+    Siblings,
     Site,
     Tuned,
     Tuning,
     Way,
     configs,
-    merged,
-    name_of_merged,
 )
 from torch_nimble.lower import inductor
 from torch_nimble.lower.remembered import surroundings
@@ -71,6 +70,7 @@ _NO_WORSE = 1.5
 _FLOORS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 """What is allowed in any case: one rounding of each result."""
 _AS_LONG = 1.1
+_AMONG = " among "
 _CHOSEN = "chosen"
 """Instead of an effort: what was compiled because a plan had it."""
 # The library stays unless ours is faster by more than two medians of the same work differ.
@@ -106,46 +106,77 @@ def tune(sites: Collection[Site], device: torch.device, effort: Effort) -> dict[
 
 
 def chosen_for(
-    sites: Mapping[Site, int], groups: Mapping[tuple[Site, ...], int], found: Mapping[str, Tuned]
+    sites: Mapping[Site, int], groups: Mapping[Siblings, int], found: Mapping[str, Tuned]
 ) -> Tuning:
-    """What was found for the layers of a model, and how many are left of each kind.
-
-    Those that read one image become one if that is about as long as the longest of them: side by side
-    they would take that long at least, and one after another much longer.
-    """
+    """What was found for the layers of a model, and how many are left of each kind."""
     left, together = Counter(sites), list[tuple[Tuned, int]]()
     for group, count in groups.items():
-        whole = merged(group)
-        times = {
-            APART: max(_least_us(found[str(site)]) for site in group),
-            MERGED: _least_us(found[str(whole)]),
-        }
-        chosen = MERGED if times[MERGED] <= _AS_LONG * times[APART] else APART
-        together.append((Tuned(name_of_merged(group), "dense", chosen, times, {}), count))
-        if chosen == MERGED:
-            left.subtract({site: count * number for site, number in Counter(group).items()})
-            left[whole] += count
+        tuned = _merging(group, found)
+        together.append((tuned, count))
+        if tuned.chosen == MERGED:
+            left.subtract({site: count * number for site, number in Counter(group.sites).items()})
+            left[group.whole] += count
     for site, count in [*left.items()]:
         if site.kind == "separable" and found[str(site)].chosen != APART:
             left.subtract(dict.fromkeys(site.parts(), count))
     return (*((found[str(site)], count) for site, count in left.items() if count > 0), *together)
 
 
+def _merging(group: Siblings, found: Mapping[str, Tuned]) -> Tuned:
+    """Whether layers that read one image become one.
+
+    They do if that is about as long as the longest of them: side by side they would take that long at
+    least, and one after another much longer. Libraries would have to copy the part that they read.
+    """
+    times = {
+        APART: max(_least_us(found[str(site)]) for site in group.sites),
+        MERGED: _least_us(found[str(group.whole)]),
+    }
+    can_read = all(found[str(reader)].chosen != LIBRARY for reader in group.readers)
+    chosen = MERGED if can_read and times[MERGED] <= _AS_LONG * times[APART] else APART
+    return Tuned(str(group), "dense", chosen, times, {})
+
+
 def _least_us(tuned: Tuned) -> float:
     return tuned.times_us.get(tuned.chosen, float("inf"))
 
 
+def reading_parts(groups: Iterable[Siblings], found: Mapping[str, Tuned]) -> dict[str, str]:
+    """The kernels that read a part of what merged layers make, by names as `compile_chosen` has."""
+    return {
+        f"{reader}{_AMONG}{group.whole.made}": found[str(reader)].chosen
+        for group in groups
+        if _merging(group, found).chosen == MERGED
+        for reader in group.readers
+    }
+
+
 def compile_chosen(kernels: Mapping[str, str], device: torch.device) -> None:
-    """Compile what was chosen elsewhere by several processes at once, unless it was done here before."""
+    """Compile what was chosen elsewhere by several processes at once, unless it was done here before.
+
+    By site, or by site and how many channels those are among that it reads.
+    """
     path = _file()
     tried = [tuned for found in _kept(path).values() for tuned in found.values()]
     known = {(tuned.site, config) for tuned in tried for config in (tuned.chosen, *tuned.times_us)}
-    given = {site: config for site, config in kernels.items() if config != MERGED}
-    missing = [Tuned(site, Site.parse(site).kind, config, {}, {}) for site, config in given.items()]
-    missing = [tuned for tuned in missing if (tuned.site, tuned.chosen) not in known]
+    missing = {
+        name: config
+        for name, config in kernels.items()
+        if config != MERGED and (name, config) not in known
+    }
     if missing:
-        _compiling([(Site.parse(tuned.site), tuned.chosen) for tuned in missing], device)()
-        _add(path, _CHOSEN, missing)
+        named = {name: _named(name) for name in missing}
+        _compiling([(site, missing[name], pitch) for name, (site, pitch) in named.items()], device)()
+        _add(path, _CHOSEN, [Tuned(n, named[n][0].kind, c, {}, {}) for n, c in missing.items()])
+
+
+def _named(name: str) -> tuple[Site, int | None]:
+    """A site by its name, and how many channels it reads some of; PlanError if that is no name."""
+    text, _, among = name.partition(_AMONG)
+    try:
+        return Site.parse(text), int(among) if among else None
+    except (ValueError, IndexError, TypeError) as error:
+        raise PlanError(f"there is no layer {name!r}; was the plan made by another version?") from error
 
 
 def check_precision(kernels: Mapping[str, str]) -> None:
@@ -165,7 +196,8 @@ def _try_all(
 ) -> Iterator[Tuned]:
     """Single layers first: two at once are held against what is best for each."""
     plans = {site: configs(site, effort, may_round(site.kind)) for site in sites}
-    compiled = _compiling([(site, config) for site, tried in plans.items() for config in tried], device)
+    every = [(site, config, None) for site, tried in plans.items() for config in tried]
+    compiled = _compiling(every, device)
     for site in sites:  # meanwhile libraries load what they need, which takes them as long
         if site.kind != "separable":
             _Example(site, device).library(0)
@@ -181,10 +213,12 @@ def _try_all(
         yield tuned
 
 
-def _compiling(kernels: Iterable[tuple[Site, str]], device: torch.device) -> Callable[[], None]:
+def _compiling(
+    kernels: Iterable[tuple[Site, str, int | None]], device: torch.device
+) -> Callable[[], None]:
     """Begin to compile kernels; what is given back waits for that."""
     where = capability_of(device), str(inductor.kernel_cache(device))
-    return inductor.in_workers(compile_ahead, [(site, config, *where) for site, config in kernels])
+    return inductor.in_workers(compile_ahead, [(*kernel, *where) for kernel in kernels])
 
 
 def _try_one(
@@ -313,8 +347,8 @@ class _Example:
         """What a kernel of ours makes of a set, or of another image with the rest of it."""
         site = self.site
         window = list(site.window.numbers())
-        lay_out, more = layout_for(site.kind, config)
-        laid_out = [lay_out(weight, *more) for _, weight, *_ in self.tensors]
+        rounded = Way.parse(config).precision == "tf32"
+        laid_out = [lay_out(weight, site.kind, rounded) for _, weight, *_ in self.tensors]
 
         def run(number: int, x: Tensor | None = None) -> Tensor:
             own, _, bias, added = self.tensors[number]
@@ -368,10 +402,9 @@ class _Separable:
         """Both at once."""
         site, deep, point = self._site, self._deep.tensors, self._point.tensors
         window = list(site.window.numbers())
-        lay_out, more = layout_for("dense", config)
-        lay_out_deep, more_deep = layout_for("depthwise", config)
+        rounded = Way.parse(config).precision == "tf32"
         weights = [
-            (lay_out(w, *more), lay_out_deep(d, *more_deep))
+            (lay_out(w, "dense", rounded), lay_out(d, "depthwise"))
             for (_, d, *_), (_, w, *_) in zip(deep, point, strict=False)
         ]
 

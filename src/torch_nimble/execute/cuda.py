@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from torch_nimble.errors import LoweringError
+from torch_nimble.errors import LoweringError, StateError
 from torch_nimble.execute.autocast import autocast_off
 from torch_nimble.execute.driver import copy_async
 from torch_nimble.execute.ports import Doors, Port, is_dense
@@ -32,6 +32,7 @@ Run = Callable[[Sequence[Tensor]], list[Tensor]]
 _ALIGNMENT = 16
 # Builds of torch without CUDA do not have it.
 _raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
+_is_capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
 # Places of written inputs for which graphs are kept.
 _MOST_BINDINGS = 4
 
@@ -158,8 +159,9 @@ class CudaExecutable:
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as reason:
-                log.info("inputs and results are copied outside of the graph: %s", reason)
+                log.warning("inputs and results are copied outside of the graph: %s", reason)
                 self._may_have_ports = False
+                free_workspaces()  # of a graph that is gone
         graph, outputs, nbytes = self._walk(places, *hooks).capture()
         return Binding(graph, places, outputs, nbytes, self.room, self._other_strides(outputs))
 
@@ -364,6 +366,11 @@ class Binding:
         """From inputs of the right shape, dtype and device to results that are the caller's own."""
         room = self._room
         stream = _raw_stream(self._index)
+        if self._ports and _is_capturing():
+            raise StateError(
+                "an engine cannot be called while its stream is captured into a CUDA graph: a call "
+                "moves what its own graph copies; capture the model instead, or call the engine outside"
+            )
         if stream != room.last_stream:
             room.enter()
         try:

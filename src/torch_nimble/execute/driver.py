@@ -1,4 +1,4 @@
-"""The CUDA driver, for the two things that torch has no way to ask for."""
+"""The CUDA driver, for what torch has no way to ask for."""
 
 from __future__ import annotations
 

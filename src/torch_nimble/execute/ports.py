@@ -21,6 +21,7 @@ _Ends = tuple[int, int, int]
 """From where, to where, how many bytes."""
 _COPY = 1
 """The type of such nodes."""
+_NO_CONTEXT = 201
 _DEVICE = 2
 """The type of memory of a device."""
 
@@ -77,6 +78,7 @@ class Port:
         )
         self._where = ctypes.byref(self._copy)
         self._move = driver().cuGraphExecMemcpyNodeSetParams
+        self._enable = driver().cuGraphNodeSetEnabled
         self._address = 0
         self.is_open = True
         self.close()
@@ -84,14 +86,14 @@ class Port:
     def to(self, address: int) -> bool:
         """Let the far end lie there from the next launch on; False if the driver does not let it."""
         if address != self._address:
+            self._address = 0  # an interrupt may come at any time
             setattr(self._copy, self._far, address)
-            if self._move(self._exec, self._node, self._where, self._context):
+            if self._asked(self._move, self._where, self._context):
                 self.close()
                 return False
             self._address = address
         if not self.is_open:
-            _call("cuGraphNodeSetEnabled", self._exec, self._node, ctypes.c_uint(1))
-            self.is_open = True
+            self._let(open=True)
         return True
 
     def fresh(self, output: Tensor) -> Tensor | None:
@@ -102,8 +104,21 @@ class Port:
     def close(self) -> None:
         """Let the next launches go past it."""
         if self.is_open:
-            _call("cuGraphNodeSetEnabled", self._exec, self._node, ctypes.c_uint(0))
-            self.is_open = False
+            self._let(open=False)
+
+    def _let(self, open: bool) -> None:
+        failed = self._asked(self._enable, ctypes.c_uint(open))
+        if failed:
+            raise RuntimeError(f"a copy of a graph cannot be switched: error {failed} of the driver")
+        self.is_open = open
+
+    def _asked(self, function: Any, *arguments: object) -> int:
+        """What the driver says to that; in a thread without a context it gets the graph's."""
+        failed = int(function(self._exec, self._node, *arguments))
+        if failed == _NO_CONTEXT:
+            _call("cuCtxSetCurrent", self._context)
+            failed = int(function(self._exec, self._node, *arguments))
+        return failed
 
 
 class Doors:

@@ -2,7 +2,7 @@
 `torch_nimble::convolve_separably` for two layers at once.
 
 Which kernel carries one out is an argument, chosen ahead of time. Weights are laid out by `lay_out`,
-results are channels-last, images are so or some channels of one that is (`readable`).
+results are channels-last, images are so or some channels of one that is (`pitch_of`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torch_nimble.flags import convolutions_may_use_tf32, matmul_may_use_tf32
-from torch_nimble.kernels import libraries
-from torch_nimble.kernels.sites import LIBRARIES, Kind, Site, Way, Window
+from torch_nimble.kernels.sites import Kind, Site, Way, Window
 
 if TYPE_CHECKING:
     from torch_nimble.kernels.parts import Launch
@@ -31,6 +30,8 @@ _SCHEMAS = (
 )
 _LINEAR = ("linear", "rows")
 """Families that read a weight as linear layers have it."""
+MOST_NUMBERS = 2**31
+"""How far kernels can count."""
 _EARLY_FROM = 90
 """The first compute capability at which kernels can wait for others by themselves."""
 _PDL = {"launch_pdl": True}
@@ -38,19 +39,6 @@ _PDL = {"launch_pdl": True}
 _library = torch.library.Library("torch_nimble", "DEF")  # type: ignore[no-untyped-call]
 for _schema in _SCHEMAS:
     _library.define(_schema, tags=(torch.Tag.needs_exact_strides,))  # type: ignore[no-untyped-call]
-
-
-def layout_for(kind: Kind, config: str) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
-    """What makes of a weight what a config wants, and what it has to be told besides."""
-    way = Way.parse(config)
-    if way.family == "cudnn":
-        return lay_out_for_cudnn, ()
-    return lay_out, (kind, way.precision == "tf32")
-
-
-def lay_out_for_cudnn(weight: Tensor) -> Tensor:
-    """As torch has it, channels last."""
-    return weight.contiguous(memory_format=torch.channels_last)
 
 
 def lay_out(weight: Tensor, kind: Kind, to_tf32: bool = False) -> Tensor:
@@ -95,7 +83,7 @@ def site_of(
     kind: Kind = "depthwise" if family == "depthwise" else "linear" if family in _LINEAR else "dense"
     return Site(
         image=_four(x),
-        made=weight.shape[0 if kind == "linear" or family == "cudnn" else 1],
+        made=weight.shape[0 if kind == "linear" else 1],
         window=Window.from_numbers(tuple(window)),
         dtype=str(x.dtype).removeprefix("torch."),
         kind=kind,
@@ -180,7 +168,10 @@ def capability_of(device: torch.device) -> int:
 
 
 def pitch_of(x: Tensor) -> int | None:
-    """How far apart the pixels of an image lie; None if not all as far as their neighbours."""
+    """How far apart the pixels of an image lie; None if not all as far as their neighbours.
+
+    None as well if that would be further than kernels can count.
+    """
     _, channels, height, width = x.shape
     sizes = (width, height, x.shape[0])
     steps = (x.stride(3), x.stride(2), x.stride(0))
@@ -192,15 +183,11 @@ def pitch_of(x: Tensor) -> int | None:
                 return None
         pixels *= size
     pitch = channels if pitch is None else pitch
-    return pitch if pitch >= channels and (channels == 1 or x.stride(1) == 1) else None
+    is_apart = pitch >= channels and (channels == 1 or x.stride(1) == 1)
+    return pitch if is_apart and pitch * pixels < MOST_NUMBERS else None
 
 
-def readable(x: Tensor) -> Tensor:
-    """An image as kernels can read it: itself, if its channels or those of more lie side by side."""
-    return x if pitch_of(x) is not None else x.contiguous(memory_format=torch.channels_last)
-
-
-def compile_ahead(site: Site, config: str, capability: int, cache: str) -> None:
+def compile_ahead(site: Site, config: str, pitch: int | None, capability: int, cache: str) -> None:
     """Compile kernels into Triton's cache on disk, in a process that has no GPU of its own."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
@@ -215,15 +202,13 @@ def compile_ahead(site: Site, config: str, capability: int, cache: str) -> None:
         def get_current_stream(self, device: int) -> int:
             return 0
 
-    if Way.parse(config).family in LIBRARIES:
-        return
     dtype = getattr(torch, site.dtype)
     given = dtype
     before = os.environ.get("TRITON_CACHE_DIR")
     os.environ["TRITON_CACHE_DIR"] = cache
     driver.set_active(NoDriver())
     try:
-        for launch in launches_of(site, config, capability):
+        for launch in launches_of(site, config, capability, pitch):
             made = torch.float32 if launch.parts > 1 else dtype
             types = (given, dtype, dtype, dtype, made, *([dtype, dtype] * (site.kind == "separable")))
             launch.kernel.warmup(*types, grid=launch.grid, **launch.constants)
@@ -260,10 +245,6 @@ def _carry_out(site: Site, config: str, tensors: Sequence[Tensor | None]) -> Ten
     """Launch what a config says on an image, a weight, and what else there is."""
     x, weight, bias, added, *deep = tensors
     assert x is not None
-    assert weight is not None
-    family = Way.parse(config).family
-    if family in LIBRARIES:
-        return libraries.run(site, family, x, weight, bias, added)
     result = result_of(x, site)
     bias = weight if bias is None else bias  # not looked at then
     added = result if added is None else added

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
@@ -35,12 +35,8 @@ _NUMBERS = {
     "gathered": 6,
     "linear": 6,
     "separable": 4,
-    "cudnn": 0,
-    "cublas": 0,
 }
 """How many there are in a config of each family."""
-LIBRARIES = ("cudnn", "cublas")
-"""Families that are calls of a library."""
 _PRECISIONS = ("", "tf32", "tf32x3", "ieee")
 _BY_MATRIX_UNIT = ("convolution", "gathered", "linear", "separable")
 _FAST, _FAST_PAIRS = 3, 2
@@ -211,15 +207,23 @@ class Site:
         )
 
 
-def merged(sites: Sequence[Site]) -> Site:
-    """One layer that makes the channels of all of these."""
-    return replace(sites[0], made=sum(site.made for site in sites))
+@dataclass(frozen=True)
+class Siblings:
+    """Layers that read the same image and could be one."""
 
+    sites: tuple[Site, ...]
+    readers: tuple[Site, ...] = ()
+    """Those that read what one of them makes, and would read a part of what all make."""
 
-def name_of_merged(sites: Sequence[Site]) -> str:
-    """A name for such layers together, such as `1×192×28×28 float16 to 64+96+16 1×1 bias relu`."""
-    whole = merged(sites)
-    return str(whole).replace(f" to {whole.made} ", f" to {'+'.join(str(s.made) for s in sites)} ", 1)
+    @property
+    def whole(self) -> Site:
+        """One layer that makes the channels of all of them."""
+        return replace(self.sites[0], made=sum(site.made for site in self.sites))
+
+    def __str__(self) -> str:
+        """Such as `1×192×28×28 float16 to 64+96+16 1×1 bias relu`."""
+        whole, each = self.whole, "+".join(str(site.made) for site in self.sites)
+        return str(whole).replace(f" to {whole.made} ", f" to {each} ", 1)
 
 
 def _pair(text: str) -> tuple[int, int]:
@@ -254,7 +258,7 @@ class Way(NamedTuple):
         name, *texts = config.split("/")
         family, _, precision = name.partition("-")
         numbers = [int(text) for text in texts if text.isdecimal()]
-        is_whole = len(texts) == len(numbers) == _NUMBERS.get(family) and all(numbers)
+        is_whole = len(texts) == len(numbers) == _NUMBERS.get(family) and min(numbers) > 0
         if not is_whole or precision not in _PRECISIONS:
             raise PlanError(f"there is no kernel {config!r}; was it chosen by another version?")
         return cls(family, precision, tuple(numbers))
@@ -278,30 +282,16 @@ def configs(site: Site, effort: Effort, may_round: bool = False) -> tuple[str, .
     others = [config for config in found if config not in matrices]
     count = len(found) if effort == "full" else _FAST_PAIRS if site.kind == "separable" else _FAST
     if site.dtype != "float32" or not matrices:
-        return (*found[:count], *_libraries(site))
+        return found[:count]
     kept = matrices[: max(0, count - len(others))]
     usual, rare = ("tf32", "tf32x3") if may_round else ("tf32x3", "ieee")
     few = kept[: -(-len(kept) // 3)]
-    by_precision = [*(_with(c, usual) for c in kept), *(_with(c, rare) for c in few)]
-    return (*others[:count], *by_precision, *_libraries(site))
+    return (*others[:count], *(_with(c, usual) for c in kept), *(_with(c, rare) for c in few))
 
 
 def _with(config: str, precision: str) -> str:
     family, numbers = config.split("/", 1)
     return f"{family}-{precision}/{numbers}"
-
-
-def _libraries(site: Site) -> Iterator[str]:
-    """Libraries whose kernels have what surrounds a layer in them; nothing is compiled for these."""
-    if site.kind != "dense" or site.before:
-        return
-    if site.has_bias and site.after == "relu":
-        yield "cudnn"
-    # In float32 it would go by torch's flag for products, not by that for convolutions.
-    is_product = site.window.is_point and site.dtype != "float32"
-    knows_ends = not site.after or (site.after == "relu" and site.has_bias)
-    if is_product and knows_ends and not (site.has_bias and site.adds):
-        yield "cublas"
 
 
 def _depthwise(site: Site) -> Iterator[str]:

@@ -34,7 +34,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch_nimble.capture import Captured
 from torch_nimble.capture.failure import origin
 from torch_nimble.errors import LoweringError
-from torch_nimble.kernels.sites import Site
+from torch_nimble.kernels.sites import Siblings, Site
 from torch_nimble.lower.aten import Lowered
 from torch_nimble.lower.constants import Split, split_constants
 from torch_nimble.lower.inductor.following import Wrapper, empty_like, first_line, record
@@ -182,7 +182,7 @@ def time_inside(lock: contextlib.AbstractContextManager[None]) -> None:
     benchmarker.benchmark_gpu = benchmark_gpu  # type: ignore[method-assign]
 
 
-def find_layers(captured: Captured) -> tuple[Counter[Site], Counter[tuple[Site, ...]]]:
+def find_layers(captured: Captured) -> tuple[Counter[Site], Counter[Siblings]]:
     """Layers that kernels of ours could carry out, and two at once, and how often each is there.
 
     And those that could be one layer.
@@ -194,7 +194,7 @@ def find_layers(captured: Captured) -> tuple[Counter[Site], Counter[tuple[Site, 
     groups = select.find_siblings(graph, sites)
     return (
         Counter([*(found.site for found in sites), *(pair.site for pair in pairs)]),
-        Counter(tuple(found.site for found in group) for group in groups),
+        Counter(group.siblings for group in groups),
     )
 
 

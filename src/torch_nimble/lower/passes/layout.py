@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from torch_nimble.kernels.operator import pitch_of
 from torch_nimble.lower.passes.guard import is_write_back
 
 _aten = torch.ops.aten
@@ -22,6 +23,11 @@ CONVOLUTIONS = frozenset(
 # What they return depends on how memory is laid out.
 _LAYOUT_READERS = frozenset([_aten.as_strided.default, _aten.view.dtype, _aten.view_as_complex.default])
 _VIEWS = frozenset([_aten.view.default, _aten._unsafe_view.default])
+
+
+def readable(x: torch.Tensor) -> torch.Tensor:
+    """An image as our kernels can read it: itself, if its channels or those of more lie side by side."""
+    return x if pitch_of(x) is not None else channels_last(x)
 
 
 def use_channels_last(graph: fx.Graph, constants: frozenset[str]) -> int:

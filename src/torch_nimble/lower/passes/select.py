@@ -14,26 +14,33 @@ that would make one of two branches wait for the other.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from torch_nimble.kernels.operator import convolve, convolve_separably, layout_for, readable
+from torch_nimble.kernels.operator import MOST_NUMBERS, convolve, convolve_separably, lay_out
 from torch_nimble.kernels.sites import (
     APART,
     BEFORE,
     DTYPES,
     LIBRARY,
     MERGED,
+    Siblings,
     Site,
+    Way,
     Window,
     configs,
-    name_of_merged,
 )
-from torch_nimble.lower.passes.layout import channels_last, contiguous, keeps_layouts, reshape
+from torch_nimble.lower.passes.layout import (
+    channels_last,
+    contiguous,
+    keeps_layouts,
+    readable,
+    reshape,
+)
 
 _aten = torch.ops.aten
 _CONVOLUTIONS = frozenset([_aten.conv2d.default, _aten.convolution.default])
@@ -52,13 +59,18 @@ _ACTIVATIONS = {
 _CLAMPS = frozenset([_aten.hardtanh.default, _aten.hardtanh_.default])
 _MOST_ROWS = 512
 """Of a linear layer: libraries know how to multiply large matrices."""
-_MOST_NUMBERS = 2**31
-_READ_PARTS = _CONVOLUTIONS | {
-    _aten.cat.default,
-    _aten.max_pool2d.default,
-    _aten.max_pool2d_with_indices.default,
-    _aten.avg_pool2d.default,
-}
+_LAYERS = _CONVOLUTIONS | {_aten.linear.default}
+_WRITE_FIRST = frozenset([*_ACTIVATIONS, *_CLAMPS, _aten.add_.Tensor])
+"""What may write its first argument, and nothing else."""
+_READ_PARTS = frozenset(
+    [
+        _aten.cat.default,
+        _aten.max_pool2d.default,
+        _aten.max_pool2d_with_indices.default,
+        _aten.avg_pool2d.default,
+    ]
+)
+"""Besides our kernels."""
 _SUMS = frozenset([_aten.add.Tensor, _aten.add_.Tensor])
 
 
@@ -82,6 +94,14 @@ class Pair:
     point: Found
 
 
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Convolutions of one image that can become one."""
+
+    siblings: Siblings
+    members: tuple[Found, ...]
+
+
 def find_sites(graph: fx.Graph, constants: frozenset[str]) -> list[Found]:
     """All layers that kernels of ours could carry out."""
     search = _Search(graph, constants)
@@ -90,7 +110,7 @@ def find_sites(graph: fx.Graph, constants: frozenset[str]) -> list[Found]:
 
 def find_pairs(graph: fx.Graph, sites: Sequence[Found]) -> list[Pair]:
     """Those of a graph's sites that follow each other with nothing else in between."""
-    written = _Writes(graph, sites)
+    written = _Writes(graph)
     makers = {found.nodes[-1]: found for found in sites}
     pairs = []
     for point in sites:
@@ -107,25 +127,34 @@ def find_pairs(graph: fx.Graph, sites: Sequence[Found]) -> list[Pair]:
     return pairs
 
 
-def find_siblings(graph: fx.Graph, sites: Sequence[Found]) -> list[tuple[Found, ...]]:
+def find_siblings(graph: fx.Graph, sites: Sequence[Found]) -> list[Group]:
     """Convolutions of one image that differ in their weights only.
 
-    Their readers must be such that take channels of a larger image as well.
+    What reads their results must be able to take channels of a larger image as well.
     """
-    written = _Writes(graph, sites)
+    written, layers = _Writes(graph), {found.nodes[0]: found for found in sites}
     alike: dict[Any, list[Found]] = {}
     for found in sites:
         readers = found.nodes[-1].users
-        if (
-            found.site.kind != "dense"
-            or found.site.adds
-            or not _READ_PARTS.issuperset(reader.target for reader in readers)
-        ):
+        if found.site.kind != "dense" or found.site.adds:
+            continue
+        if not all(reader in layers or reader.target in _READ_PARTS for reader in readers):
             continue
         group = alike.setdefault((found.x, replace(found.site, made=1)), [])
         if not group or not written.between(group[0].nodes[0], found.nodes[0]):
             group.append(found)
-    return [tuple(group) for group in alike.values() if len(group) > 1]
+    groups = []
+    for members in alike.values():
+        readers = {user: None for found in members for user in found.nodes[-1].users}
+        siblings = Siblings(
+            tuple(found.site for found in members),
+            tuple(layers[reader].site for reader in readers if reader in layers),
+        )
+        images, channels, *window = *siblings.whole.image[:2], *siblings.whole.window.kernel
+        result = (images, siblings.whole.made, *siblings.whole.window.size(*siblings.whole.image[2:]))
+        if len(members) > 1 and _is_addressable(result, (siblings.whole.made, channels, *window)):
+            groups.append(Group(siblings, tuple(members)))
+    return groups
 
 
 def use_kernels(graph: fx.Graph, constants: frozenset[str], chosen: Mapping[str, str]) -> dict[str, int]:
@@ -134,9 +163,9 @@ def use_kernels(graph: fx.Graph, constants: frozenset[str], chosen: Mapping[str,
     instead: dict[fx.Node, fx.Node] = {}
     sites = find_sites(graph, constants)
     for group in find_siblings(graph, sites):
-        name = name_of_merged([found.site for found in group])
+        name = str(group.siblings)
         if chosen.get(name) == MERGED:
-            _merge(graph, group)
+            _merge(graph, group.members)
             counts[name] = counts.get(name, 0) + 1
     sites = find_sites(graph, constants) if counts else sites
     pairs = [
@@ -214,17 +243,16 @@ def _replace_pair(
     def given(value: Any, to: Any, *more: Any) -> fx.Node | None:
         return None if value is None else graph.call_function(to, (instead.get(value, value), *more))
 
-    lay_out, more = layout_for("dense", config)
-    lay_out_deep, more_deep = layout_for("depthwise", config)
+    rounded = Way.parse(config).precision == "tf32"
     with graph.inserting_before(node):
         made = graph.call_function(
             convolve_separably,
             (
                 given(pair.deep.x, readable),
-                given(node.args[1], lay_out, *more),
+                given(node.args[1], lay_out, "dense", rounded),
                 given(_bias(node), contiguous),
                 given(pair.point.added, channels_last),
-                given(pair.deep.nodes[0].args[1], lay_out_deep, *more_deep),
+                given(pair.deep.nodes[0].args[1], lay_out, "depthwise", False),
                 given(_bias(pair.deep.nodes[0]), contiguous),
                 list(site.window.numbers()),
                 site.before,
@@ -266,8 +294,8 @@ def _replace(graph: fx.Graph, found: Found, config: str, instead: Mapping[fx.Nod
         return graph.call_function(to, (image,))
 
     with graph.inserting_before(node):
-        lay_out, more = layout_for(site.kind, config)
-        weight = graph.call_function(lay_out, (node.args[1], *more))
+        rounded = Way.parse(config).precision == "tf32"
+        weight = graph.call_function(lay_out, (node.args[1], site.kind, rounded))
         if bias is not None:
             bias = graph.call_function(contiguous, (bias,))
         images = laid_out(found.x, readable), laid_out(found.added, channels_last)
@@ -392,13 +420,26 @@ class _Search:
 class _Writes:
     """Where a graph writes. Whose memory that is cannot always be told.
 
-    Parts of sites do not count: what they write is read by their next part alone.
+    A layer's result that nobody else has seen does not count.
     """
 
-    def __init__(self, graph: fx.Graph, sites: Iterable[Found] = ()) -> None:
-        own = {node for found in sites for node in found.nodes[1:]}
+    def __init__(self, graph: fx.Graph) -> None:
         self._position = {node: i for i, node in enumerate(graph.nodes)}
-        self._writes = [i for node, i in self._position.items() if _is_mutable(node) and node not in own]
+        private: set[fx.Node] = set()
+        self._writes = []
+        for node, i in self._position.items():
+            if not _is_mutable(node):
+                continue
+            written = node.args[0] if node.args else None
+            if (
+                node.target in _WRITE_FIRST
+                and isinstance(written, fx.Node)
+                and (written.target in _LAYERS or written in private)
+                and list(written.users) == [node]
+            ):
+                private.add(node)
+            else:
+                self._writes.append(i)
 
     def between(self, after: fx.Node, before: fx.Node) -> bool:
         """Whether anything is written between two nodes."""
@@ -419,7 +460,7 @@ def _arguments(node: fx.Node) -> tuple[Any, ...]:
 
 def _is_addressable(*shapes: Sequence[int]) -> bool:
     """Whether there is anything, and not more than kernels can count."""
-    return all(0 < math.prod(shape) < _MOST_NUMBERS for shape in shapes)
+    return all(0 < math.prod(shape) < MOST_NUMBERS for shape in shapes)
 
 
 def _pair(value: Any) -> tuple[int, int]:
