@@ -358,6 +358,17 @@ def test_operators_one_by_one_draw_anew(unfused: str) -> None:
 # -------------------------------------------------------------------- results that are not eager's
 
 
+def test_a_call_inside_of_somebody_else_s_capture_is_refused() -> None:
+    model = ready(Blocks())
+    with nimble.compile(model, (image(),)) as fast:
+        x = image()
+        fast(x)
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        with pytest.raises(nimble.StateError, match="captured"), torch.cuda.graph(graph, stream=stream):
+            fast(x)
+        assert_close(fast(x), eager(model, x))
+
+
 def test_plans_that_disagree_with_eager_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     model = ready(narrow())
     with nimble.compile(model) as fast:

@@ -23,7 +23,7 @@ from gpu.helpers import (
 )
 from torch_nimble.devices import tuning
 from torch_nimble.kernels.operator import may_round
-from torch_nimble.kernels.sites import APART, LIBRARY, Site, configs
+from torch_nimble.kernels.sites import APART, LIBRARY, MERGED, Site, configs
 
 
 class Mobile(nn.Module):
@@ -242,4 +242,56 @@ def test_a_plan_with_two_layers_at_once_gives_the_same_bits(tmp_path: Path, toge
     assert len(own) == PAIRS or not together
     with nimble.compile(model, (inputs[0],), plan=tmp_path / "plan.json", tune="off") as again:
         assert again.plan.kernels == kernels
+        assert all(map(torch.equal, results, [again(x) for x in inputs]))
+
+
+# -------------------------------------------------------------------- several layers as one
+
+
+class Inception(nn.Module):
+    """Blocks whose branches begin with convolutions of one image."""
+
+    def __init__(self, width: int = 32, blocks: int = 2) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, 2, 1)
+        self.begins = nn.ModuleList(
+            nn.ModuleList(nn.Conv2d(width, made, 1) for made in (16, 24, 8)) for _ in range(blocks)
+        )
+        self.ends = nn.ModuleList(
+            nn.ModuleList([nn.Conv2d(24, 8, 3, padding=1), nn.Conv2d(8, 8, 5, padding=2)])
+            for _ in range(blocks)
+        )
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for begins, ends in zip(self.begins, self.ends, strict=True):
+            a, b, c = (torch.relu_(begin(x)) for begin in begins)
+            x = torch.cat([a, ends[0](b), ends[1](c)], 1)
+        return self.head(x.amax((2, 3)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("always", [False, True], ids=["by time", "merged"])
+def test_merged_layers_give_what_eager_gives(
+    dtype: torch.dtype, always: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if always:
+
+        def ours(times_us: dict[str, float], usual: str = LIBRARY) -> str:
+            return next((name for name in times_us if name not in (LIBRARY, APART)), usual)
+
+        monkeypatch.setattr(tuning, "chosen_of", ours)  # libraries would copy what they read
+        monkeypatch.setattr(tuning, "_AS_LONG", float("inf"))
+    model, inputs = ready(Inception(), dtype=dtype), [photo(dtype=dtype) for _ in range(3)]
+    with nimble.compile(model, (inputs[0],), strict=True) as fast:
+        contrasts = iter((1, 4))
+        assert_matches(fast, model, lambda: (next(contrasts) * photo(dtype=dtype),))
+        assert_fused(fast)
+        (group,) = (one for one in kernels_of(fast) if "16+24+8" in one["site"])
+        assert group["count"] == 2
+        assert group["chosen"] == MERGED or not always
+        assert (group["site"] in fast.plan.kernels) == (group["chosen"] == MERGED)
+        results, plan = [fast(x) for x in inputs], fast.plan
+    with nimble.compile(model, (inputs[0],), plan=plan, strict=True) as again:
         assert all(map(torch.equal, results, [again(x) for x in inputs]))
