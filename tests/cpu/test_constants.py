@@ -14,6 +14,7 @@ from cpu.helpers import Model, assert_close, assert_equal, branches, eager, imag
 from torch_nimble.capture import Adapter, Callee, Captured, capture
 from torch_nimble.lower import constants as constants_module
 from torch_nimble.lower.constants import Split, split_constants
+from torch_nimble.lower.observe import observe, storage_of, tensors_in
 from torch_nimble.lower.passes import run_passes
 from torch_nimble.lower.passes.fold import fold_batch_norm
 from torch_nimble.lower.passes.merge import merge_equal
@@ -392,3 +393,36 @@ def test_all_passes_and_the_split_together() -> None:
         results, _ = run_split(captured, split, x)
         assert_close(results, list(eager(model, x)))
         assert not any("batch_norm" in target for target in targets(split.graph))
+
+
+def test_what_was_seen_of_one_layer_stands_for_those_that_look_like_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the same fakes as if each was looked at, in memory of their own."""
+    blocks = [
+        nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(3)
+    ]
+    blocks.append(nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)))
+    captured = captured_of(nn.Sequential(*blocks).eval(), torch.randn(1, 4, 5, 5))
+    graph = copy_of(captured)
+    run_passes(graph, frozen(captured), "channels-last")
+    nodes = list(graph.nodes)
+    found = [observe(captured, nodes)[0]]
+    monkeypatch.setattr("torch_nimble.lower.observe._looks", lambda *_: None)
+    found.append(observe(captured, nodes)[0])
+
+    def told(fakes: dict[fx.Node, Any]) -> list[Any]:
+        storages: dict[int, int] = {}
+        return [
+            (
+                node.name,
+                tuple(t.shape),
+                t.stride(),
+                t.dtype,
+                storages.setdefault(storage_of(t), len(storages)),
+            )
+            for node, value in fakes.items()
+            for t in tensors_in(value)
+        ]
+
+    assert told(found[0]) == told(found[1])

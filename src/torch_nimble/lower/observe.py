@@ -38,6 +38,7 @@ def observe(
     fakes: dict[fx.Node, Any] = {}
     copied: set[fx.Node] = set()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    seen: dict[Any, torch.Tensor] = {}  # what functions of ours make of tensors that look like these
     held = [tensor for source in captured.constants.values() if (tensor := source.tensor()) is not None]
     owners = Counter(_storage_key(tensor) for tensor in held)
 
@@ -58,13 +59,50 @@ def observe(
             elif node.op == "call_function":
                 assert callable(node.target)
                 args, kwargs = resolve(node.args), resolve(node.kwargs)
+                key = None if kwargs else _looks(node.target, args)
+                if key in seen:
+                    fakes[node] = _of_its_own(seen[key])
+                    continue
                 fakes[node] = node.target(*args, **kwargs)
+                if key is not None and _is_new(fakes[node], args):
+                    seen[key] = fakes[node]
                 if copy and len(node.all_input_nodes) > 1 and not mutated_arguments(node):
                     given = {storage_of(fake) for fake in tensors_in((args, list(kwargs.values())))}
                     if any(storage_of(fake) in given for fake in tensors_in(fakes[node])):
                         copied.add(node)
                         fakes[node] = Copied(node.target)(*args, **kwargs)
     return fakes, copied
+
+
+def _looks(target: Any, args: Sequence[Any]) -> Any:
+    """The same for calls of a function of ours that make tensors alike; None for other functions.
+
+    Layers of a network are often alike, and to fold or lay out the weights of one takes many operators.
+    """
+    if not (getattr(target, "__module__", None) or "").startswith("torch_nimble."):
+        return None
+    told = tuple(
+        (tuple(value.shape), value.stride(), value.dtype, value.device)
+        if isinstance(value, torch.Tensor)
+        else value
+        for value in args
+    )
+    try:
+        hash(told)
+    except TypeError:
+        return None
+    return target, told
+
+
+def _is_new(value: Any, args: Sequence[Any]) -> bool:
+    """Whether a result is one tensor that has memory for itself, all of it."""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout is torch.strided
+        and value.storage_offset() == 0
+        and value.untyped_storage().nbytes() == nbytes(value)
+        and storage_of(value) not in {storage_of(tensor) for tensor in tensors_in(args)}
+    )
 
 
 def _storage_key(tensor: torch.Tensor) -> Any:
