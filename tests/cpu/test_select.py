@@ -29,7 +29,9 @@ from torch_nimble.kernels.sites import ACTIVATIONS, BEFORE, LIBRARY, Site, Way, 
 from torch_nimble.lower.constants import split_constants
 from torch_nimble.lower.inductor import find_layers
 from torch_nimble.lower.observe import observe
+from torch_nimble.lower.passes import layers as layers_pass
 from torch_nimble.lower.passes import run_passes, select
+from torch_nimble.lower.passes import together as together_pass
 from torch_nimble.lower.passes.guard import drop_dropout
 from torch_nimble.lower.program import resolve
 from torch_nimble.taskgraph import Layout
@@ -136,9 +138,9 @@ def passed(captured: Captured, layout: Layout = "channels-last") -> tuple[fx.Gra
 def rewritten(captured: Captured, layout: Layout = "channels-last", together: bool = False) -> Rewritten:
     """The graph after all passes, with the first config for every site, and pairs `together`."""
     graph, names = passed(captured, layout)
-    found = select.find_sites(graph, names)
+    found = layers_pass.find_sites(graph, names)
     sites = [one.site for one in found]
-    pairs = [pair.site for pair in select.find_pairs(graph, found)]
+    pairs = [pair.site for pair in together_pass.find_pairs(graph, found)]
     before = str(graph)
     assert select.use_kernels(graph, names, {}) == {}
     assert str(graph) == before
@@ -1041,8 +1043,8 @@ def test_any_of_what_is_found_may_be_chosen() -> None:
     model, x = net(_residual_chain), image()
     captured = captured_of(model, x)
     graph, names = passed(captured)
-    singles = select.find_sites(graph, names)
-    pairs = [one.site for one in select.find_pairs(graph, singles)]
+    singles = layers_pass.find_sites(graph, names)
+    pairs = [one.site for one in together_pass.find_pairs(graph, singles)]
     assert len(pairs) == len(set(pairs)) == 2
     everything = {*(one.site for one in singles), *pairs}
     assert len(everything) == 6
@@ -1479,7 +1481,7 @@ def test_looking_for_sites_changes_nothing() -> None:
     assert str(captured.graph) == before
     graph, names = passed(captured)
     before = str(graph)
-    select.find_sites(graph, names)
+    layers_pass.find_sites(graph, names)
     assert str(graph) == before
 
 

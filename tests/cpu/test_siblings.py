@@ -27,7 +27,9 @@ from torch_nimble.kernels.sites import (
 )
 from torch_nimble.lower.constants import split_constants
 from torch_nimble.lower.inductor import find_layers
+from torch_nimble.lower.passes import layers as layers_pass
 from torch_nimble.lower.passes import select
+from torch_nimble.lower.passes import together as together_pass
 from torch_nimble.lower.passes.layout import readable
 from torch_nimble.lower.remembered import fingerprint
 
@@ -60,18 +62,18 @@ def assert_merges(function: Callable[..., Any], merging: int, **more: nn.Module)
     wanted = as_list(eager(model, x.clone()))
     for by_kernels in (True, False):
         graph, names = passed(captured)
-        sites = select.find_sites(graph, names)
-        groups = select.find_siblings(graph, sites)
+        sites = layers_pass.find_sites(graph, names)
+        groups = together_pass.find_siblings(graph, sites)
         assert len(groups) == merging
         chosen = {str(group.siblings): MERGED for group in groups}
         counts = select.use_kernels(graph, names, chosen)
         assert sum(counts.values()) == merging
         graph.lint()
-        left = [found.site for found in select.find_sites(graph, names)]
+        left = [found.site for found in layers_pass.find_sites(graph, names)]
         assert len(left) == len(sites) - sum(len(group.members) - 1 for group in groups)
         if by_kernels:
             select.use_kernels(graph, names, {str(site): configs(site, "fast")[0] for site in left})
-            assert not select.find_sites(graph, names)
+            assert not layers_pass.find_sites(graph, names)
         graph.eliminate_dead_code()
         assert fingerprint(split_constants(captured, graph).graph, [], {}) is not None
         made = Rewritten(captured, graph, left, counts, [])

@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 
 from cpu.kernel_cases import convolve_separably, stand_ins
 from torch_nimble.capture import Adapter, Callee, Captured
-from torch_nimble.devices import tuning
+from torch_nimble.devices import examples, tuning
 from torch_nimble.devices.cuda import CudaDevice
 from torch_nimble.errors import LoweringError, PlanError
 from torch_nimble.explain import Candidate, KernelAccount
@@ -330,7 +330,7 @@ FUNCTIONS = {
 @pytest.mark.parametrize("one", EXAMPLES, ids=str)
 def test_what_is_as_good_as_torch_may_win_and_what_is_wrong_may_not(one: Site) -> None:
     """A candidate by torch itself, and the same with one thing left out."""
-    example = tuning._Example(one, CPU)
+    example = examples.Example(one, CPU)
     x, weight, bias, added = example.tensors[0]
     groups = one.image[1] if one.kind == "depthwise" else 1
 
@@ -374,12 +374,12 @@ def operators() -> Iterator[None]:
         yield
 
 
-def example_of(one: Site, chosen: tuple[str, str] = (LIBRARY, LIBRARY)) -> tuning._Separable:
+def example_of(one: Site, chosen: tuple[str, str] = (LIBRARY, LIBRARY)) -> examples.SeparableExample:
     parts = [tuned(part, name) for part, name in zip(one.parts(), chosen, strict=True)]
-    return tuning._Separable(one, CPU, parts)
+    return examples.SeparableExample(one, CPU, parts)
 
 
-def by_torch(example: tuning._Separable, one: Site, number: int = 0) -> Tensor:
+def by_torch(example: examples.SeparableExample, one: Site, number: int = 0) -> Tensor:
     """Both layers in float32 on a set of the example's, rounded where memory would round."""
     (x, deep, first, _), (_, point, second, added) = (
         layer.tensors[number] for layer in (example._deep, example._point)
@@ -457,9 +457,9 @@ def test_for_two_layers_what_is_wrong_may_not_win(name: str, monkeypatch: pytest
     """As candidates are asked: by the config, through the operator."""
     config = configs(EVERYTHING, "fast")[0]
     example = example_of(EVERYTHING)
-    monkeypatch.setattr(tuning, "convolve_separably", _operator())
+    monkeypatch.setattr(examples, "convolve_separably", _operator())
     assert example.fault(example.ours(config)) == ""
-    monkeypatch.setattr(tuning, "convolve_separably", FAULTS[name])
+    monkeypatch.setattr(examples, "convolve_separably", FAULTS[name])
     assert "off by" in example.fault(example.ours(config))
 
 
@@ -510,9 +510,9 @@ def test_two_layers_are_held_against_the_best_for_each(monkeypatch: pytest.Monke
         assert given[-1] != last, "no room\nfor that"
         return _operator(bias_between=lambda b: None if given[-1] == wrong else b)(*given)
 
-    monkeypatch.setattr(tuning, "convolve_separably", operator)
+    monkeypatch.setattr(examples, "convolve_separably", operator)
     for us, chosen in ((5.5, first), (5.9, APART), (6.5, APART)):
-        example = tuning._Separable(EVERYTHING, CPU, parts)
+        example = examples.SeparableExample(EVERYTHING, CPU, parts)
         clock: Any = _Clock({0: 6.0, 1: us})
         found = tuning._try_one(EVERYTHING, (first, wrong, last), clock, example)
         assert (found.site, found.kind) == (str(EVERYTHING), "separable")

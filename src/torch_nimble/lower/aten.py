@@ -33,7 +33,7 @@ from torch_nimble.lower.observe import (
     storage_of,
     tensors_in,
 )
-from torch_nimble.lower.passes import run_passes, select
+from torch_nimble.lower.passes import layers, run_passes, select
 from torch_nimble.lower.program import GENERATOR, Call, InputSlot, Output, Program
 from torch_nimble.regions import Region
 from torch_nimble.taskgraph import Buffer, BufferKind, Layout, Task, TaskGraph
@@ -76,7 +76,7 @@ def lower_layers(captured: Captured) -> Lowered:
     graph.output(graph.graph_copy(captured.graph, {}))
     frozen = frozenset(captured.constants) - captured.mutated
     passes = run_passes(graph, frozen, "channels-last", fused=True)
-    sites = {found.site for found in select.find_sites(graph, frozen)}
+    sites = {found.site for found in layers.find_sites(graph, frozen)}
     chosen = {str(site): configs(site, "fast")[0] for site in sites}
     passes["use_kernels"] = sum(select.use_kernels(graph, frozen, chosen).values())
     graph.eliminate_dead_code()

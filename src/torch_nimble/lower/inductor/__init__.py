@@ -39,7 +39,7 @@ from torch_nimble.lower.aten import Lowered
 from torch_nimble.lower.constants import Split, split_constants
 from torch_nimble.lower.inductor.following import Wrapper, empty_like, first_line, record
 from torch_nimble.lower.observe import tensors_in
-from torch_nimble.lower.passes import run_passes, select
+from torch_nimble.lower.passes import layers, run_passes, select, together
 from torch_nimble.lower.program import InputSlot, Output, Program, Ref
 from torch_nimble.lower.remembered import fingerprint, recall, remember
 from torch_nimble.lower.trace import Recording
@@ -189,9 +189,9 @@ def find_layers(captured: Captured) -> tuple[Counter[Site], Counter[Siblings]]:
     """
     graph, frozen = _copy(captured)
     run_passes(graph, frozen, "channels-last", fused=True)
-    sites = select.find_sites(graph, frozen)
-    pairs = select.find_pairs(graph, sites)
-    groups = select.find_siblings(graph, sites)
+    sites = layers.find_sites(graph, frozen)
+    pairs = together.find_pairs(graph, sites)
+    groups = together.find_siblings(graph, sites)
     return (
         Counter([*(found.site for found in sites), *(pair.site for pair in pairs)]),
         Counter(group.siblings for group in groups),

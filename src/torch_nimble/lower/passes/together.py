@@ -1,0 +1,148 @@
+"""Layers that can be carried out together.
+
+`find_pairs` looks for a depthwise and a 1×1 convolution that one kernel could carry out, `find_siblings`
+for convolutions that read the same image and could be one. Whether that pays is not decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from torch_nimble.kernels.sites import Siblings, Site, configs
+from torch_nimble.lower.passes.layers import (
+    Found,
+    Writes,
+    bias_of,
+    is_addressable,
+    only_user,
+    put,
+    shape_of,
+)
+
+_aten = torch.ops.aten
+_READ_PARTS = frozenset(
+    [
+        _aten.cat.default,
+        _aten.max_pool2d.default,
+        _aten.max_pool2d_with_indices.default,
+        _aten.avg_pool2d.default,
+    ]
+)
+"""Besides our kernels."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """A depthwise and a 1×1 convolution that one kernel can carry out."""
+
+    site: Site
+    deep: Found
+    point: Found
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Convolutions of one image that can become one."""
+
+    siblings: Siblings
+    members: tuple[Found, ...]
+
+
+def find_pairs(graph: fx.Graph, sites: Sequence[Found]) -> list[Pair]:
+    """Those of a graph's sites that follow each other with nothing else in between."""
+    written = Writes(graph)
+    makers = {found.nodes[-1]: found for found in sites}
+    pairs = []
+    for point in sites:
+        deep = makers.get(point.x)
+        if deep is None or (deep.site.kind, point.site.kind) != ("depthwise", "dense"):
+            continue
+        if not point.site.window.is_point or deep.site.adds:
+            continue
+        if only_user(point.x) is not point.nodes[0]:
+            continue
+        site = Site.separable(deep.site, point.site)
+        if configs(site, "full") and not written.between(deep.nodes[0], point.nodes[0]):
+            pairs.append(Pair(site, deep, point))
+    return pairs
+
+
+def find_siblings(graph: fx.Graph, sites: Sequence[Found]) -> list[Group]:
+    """Convolutions of one image that differ in their weights only.
+
+    What reads their results must be able to take channels of a larger image as well.
+    """
+    written, layers = Writes(graph), {found.nodes[0]: found for found in sites}
+    alike: dict[Any, list[Found]] = {}
+    for found in sites:
+        readers = found.nodes[-1].users
+        if found.site.kind != "dense" or found.site.adds:
+            continue
+        if not all(reader in layers or reader.target in _READ_PARTS for reader in readers):
+            continue
+        group = alike.setdefault((found.x, replace(found.site, made=1)), [])
+        if not group or not written.between(group[0].nodes[0], found.nodes[0]):
+            group.append(found)
+    groups = []
+    for members in alike.values():
+        readers = {user: None for found in members for user in found.nodes[-1].users}
+        siblings = Siblings(
+            tuple(found.site for found in members),
+            tuple(layers[reader].site for reader in readers if reader in layers),
+        )
+        images, channels, *window = *siblings.whole.image[:2], *siblings.whole.window.kernel
+        result = (images, siblings.whole.made, *siblings.whole.window.size(*siblings.whole.image[2:]))
+        if len(members) > 1 and is_addressable(result, (siblings.whole.made, channels, *window)):
+            groups.append(Group(siblings, tuple(members)))
+    return groups
+
+
+def merge(graph: fx.Graph, group: Sequence[Found]) -> None:
+    """One convolution instead of several, and parts of its result instead of theirs."""
+    layer, *rest = group[0].nodes
+    image, value = group[0].x.meta["val"], group[0].nodes[-1].meta["val"]
+    layers = [found.nodes[0] for found in group]
+    made = sum(found.site.made for found in group)
+
+    def joined(constants: Sequence[Any], *shape: int) -> fx.Node | None:
+        if constants[0] is None:
+            return None
+        for constant in constants:
+            _hoist(constant, layer)
+        node = graph.call_function(_aten.cat.default, (list(constants), 0))
+        node.meta["val"] = image.new_empty((made, *shape))
+        return node
+
+    with graph.inserting_before(layer):
+        weight = joined([one.args[1] for one in layers], *(shape_of(layer.args[1]) or ())[1:])
+        bias = joined([bias_of(one) for one in layers])
+        whole = graph.call_function(layer.target, (layer.args[0], weight, bias, *layer.args[3:]))  # type: ignore[arg-type]
+        for node in (layer, *rest):
+            if node is not layer:
+                whole = graph.call_function(node.target, (whole, *node.args[1:]), dict(node.kwargs))  # type: ignore[arg-type]
+            size = (value.shape[0], made, *value.shape[2:])
+            result = value.new_empty(size).contiguous(memory_format=torch.channels_last)
+            whole.meta = {**node.meta, "val": result}
+        start = 0
+        parts = []
+        for found in group:
+            end = start + found.site.made
+            part = graph.call_function(_aten.slice.Tensor, (whole, 1, start, end))
+            part.meta = {**found.nodes[-1].meta, "val": whole.meta["val"][:, start:end]}
+            parts.append(part)
+            start = end
+    for found, part in zip(group, parts, strict=True):
+        put(graph, part, found.nodes)
+
+
+def _hoist(constant: Any, before: fx.Node) -> None:
+    """Compute a constant before a node, and what it is computed from before that."""
+    if isinstance(constant, fx.Node) and constant.op == "call_function" and before < constant:
+        for source in constant.all_input_nodes:
+            _hoist(source, before)
+        before.prepend(constant)
