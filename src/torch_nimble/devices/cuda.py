@@ -37,6 +37,7 @@ from torch_nimble.lower import Lowered, inductor
 from torch_nimble.lower import lower as lower_operators
 from torch_nimble.options import Options
 from torch_nimble.plans import Launch, Plan
+from torch_nimble.report.floors import SHORTEST_US
 from torch_nimble.schedule import (
     Timeline,
     analyse,
@@ -57,8 +58,6 @@ _COST_ROUNDS = 9
 _WORTH_TRYING = 1.25
 TIE_OF_REPLAYS = 1.005
 """Replays of one graph hardly differ."""
-# The shortest kernels there are; measured times are corrected for what measuring adds.
-_SHORTEST_US = 0.5
 # How much more memory than the plan on one stream a plan may take, the weights counted in.
 _SPARE_MEMORY = 1.35
 # What cuBLAS takes for each stream it works on, on the GPUs that take most.
@@ -317,7 +316,7 @@ class Candidates:
         tasks = self.lowered.graph.tasks
         raw = [statistics.median(r[task.name] for r in rounds[1:]) for task in tasks]
         added = (sum(raw) - total_us) / max(1, len(raw))
-        return [max(_SHORTEST_US, us - max(0.0, added)) for us in raw]
+        return [max(SHORTEST_US, us - max(0.0, added)) for us in raw]
 
 
 @contextlib.contextmanager

@@ -65,8 +65,7 @@ class Example:
         numbers = math.prod(site.image) + site.made * summed * math.prod(kernel) + 2 * math.prod(size)
         self.sets = max(1, min(_SETS, _MOST_BYTES // (numbers * self.dtype.itemsize)))
         self.tensors = [some() for _ in range(self.sets)]
-        largest = max(math.prod(site.image), math.prod(size))
-        self._count = max(1, min(images, _MOST_EXACT * images // largest))
+        self._count = _count(images, math.prod(site.image), math.prod(size))
         self._for_library = [
             weight.contiguous(memory_format=torch.channels_last) for _, weight, *_ in self.tensors
         ]
@@ -151,8 +150,7 @@ class SeparableExample:
         self.sets = min(self._deep.sets, self._point.sets)
         images = self._deep.tensors[0][0]
         size = len(images) * site.made * math.prod(point.image[2:])
-        largest = max(math.prod(site.image), math.prod(point.image), size)
-        count = max(1, min(len(images), _MOST_EXACT * len(images) // largest))
+        count = _count(len(images), math.prod(site.image), math.prod(point.image), size)
 
         def part(dtype: torch.dtype) -> Tensor:
             return self._point.exactly(self._deep.exactly(images[-count:].to(dtype)))
@@ -188,6 +186,11 @@ class SeparableExample:
     def fault(self, run: Callable[[int], Tensor]) -> str:
         """Why a candidate may not win."""
         return self._check.fault(run(0))
+
+
+def _count(images: int, *numbers: int) -> int:
+    """Of how many images float64 is computed, if all of them are and make so many numbers."""
+    return max(1, min(images, _MOST_EXACT * images // max(numbers)))
 
 
 class _Check:

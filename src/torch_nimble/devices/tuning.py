@@ -33,11 +33,7 @@ from torch_nimble.devices.examples import Example, SeparableExample
 from torch_nimble.devices.replays import Replayed, Replays
 from torch_nimble.errors import PlanError
 from torch_nimble.execute.measure import alone
-from torch_nimble.kernels.operator import (
-    capability_of,
-    compile_ahead,
-    may_round,
-)
+from torch_nimble.kernels.operator import capability_of, compile_ahead, may_round
 from torch_nimble.kernels.sites import (
     APART,
     LIBRARY,
@@ -57,7 +53,9 @@ log = logging.getLogger("torch_nimble")
 
 _CALLS, _ROUNDS = 12, 9
 _AS_LONG = 1.1
+"""How many times as long as the longest of several layers one may take that stands for all."""
 _AMONG = " among "
+"""Between the name of a site and the number of channels that it reads some of."""
 _CHOSEN = "chosen"
 """Instead of an effort: what was compiled because a plan had it."""
 # The library stays unless ours is faster by more than two medians of the same work differ.

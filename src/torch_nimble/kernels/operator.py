@@ -79,10 +79,11 @@ def site_of(
     config: str,
 ) -> Site:
     """What the operator is asked to compute."""
+    images, channels, height, width = x.shape
     family = Way.parse(config).family
     kind: Kind = "depthwise" if family == "depthwise" else "linear" if family in _LINEAR else "dense"
     return Site(
-        image=_four(x),
+        image=(images, channels, height, width),
         made=weight.shape[0 if kind == "linear" else 1],
         window=Window.from_numbers(tuple(window)),
         dtype=str(x.dtype).removeprefix("torch."),
@@ -108,24 +109,8 @@ def separable_site_of(
     config: str,
 ) -> Site:
     """What the operator for two layers is asked to compute."""
-    return Site(
-        image=_four(x),
-        made=weight.shape[1],
-        window=Window.from_numbers(tuple(window)),
-        dtype=str(x.dtype).removeprefix("torch."),
-        kind="separable",
-        before=before,
-        after=after,
-        has_bias=bias is not None,
-        adds=added is not None,
-        between=between,
-        bias_between=bias_between is not None,
-    )
-
-
-def _four(x: Tensor) -> tuple[int, int, int, int]:
-    images, channels, height, width = x.shape
-    return images, channels, height, width
+    site = site_of(x, weight, bias, added, window, before, after, config)
+    return replace(site, kind="separable", between=between, bias_between=bias_between is not None)
 
 
 def launches_of(
@@ -135,8 +120,7 @@ def launches_of(
 
     Pixels of the image may lie further apart than by their channels, by `pitch`.
 
-    From Hopper on, a kernel is launched while the one before it still runs, and waits for its end
-    itself, which saves a quarter to half of a microsecond each time.
+    From Hopper on, a kernel is launched while the one before it still runs, and waits for its end.
     """
     from torch_nimble.kernels import convolution, depthwise, separable, vector
 

@@ -6,6 +6,7 @@ for convolutions that read the same image and could be one. Whether that pays is
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -80,24 +81,24 @@ def find_siblings(graph: fx.Graph, sites: Sequence[Found]) -> list[Group]:
     written, layers = Writes(graph), {found.nodes[0]: found for found in sites}
     alike: dict[Any, list[Found]] = {}
     for found in sites:
-        readers = found.nodes[-1].users
         if found.site.kind != "dense" or found.site.adds:
             continue
-        if not all(reader in layers or reader.target in _READ_PARTS for reader in readers):
+        if not all(user in layers or user.target in _READ_PARTS for user in found.nodes[-1].users):
             continue
         group = alike.setdefault((found.x, replace(found.site, made=1)), [])
         if not group or not written.between(group[0].nodes[0], found.nodes[0]):
             group.append(found)
     groups = []
     for members in alike.values():
-        readers = {user: None for found in members for user in found.nodes[-1].users}
+        users = dict.fromkeys(user for found in members for user in found.nodes[-1].users)
         siblings = Siblings(
             tuple(found.site for found in members),
-            tuple(layers[reader].site for reader in readers if reader in layers),
+            tuple(layers[user].site for user in users if user in layers),
         )
-        images, channels, *window = *siblings.whole.image[:2], *siblings.whole.window.kernel
-        result = (images, siblings.whole.made, *siblings.whole.window.size(*siblings.whole.image[2:]))
-        if len(members) > 1 and is_addressable(result, (siblings.whole.made, channels, *window)):
+        whole = siblings.whole
+        images, channels, *size = whole.image
+        result = (images, whole.made, *whole.window.size(*size))
+        if len(members) > 1 and is_addressable(result, (whole.made, channels, *whole.window.kernel)):
             groups.append(Group(siblings, tuple(members)))
     return groups
 
@@ -108,6 +109,14 @@ def merge(graph: fx.Graph, group: Sequence[Found]) -> None:
     image, value = group[0].x.meta["val"], group[0].nodes[-1].meta["val"]
     layers = [found.nodes[0] for found in group]
     made = sum(found.site.made for found in group)
+    size = (value.shape[0], made, *value.shape[2:])
+    result = value.new_empty(size).contiguous(memory_format=torch.channels_last)
+
+    def larger(node: fx.Node, *args: Any) -> fx.Node:
+        """What a node of the first one does, for all."""
+        made = graph.call_function(node.target, args, dict(node.kwargs))  # type: ignore[arg-type]
+        made.meta = {**node.meta, "val": result}
+        return made
 
     def joined(constants: Sequence[Any], *shape: int) -> fx.Node | None:
         if constants[0] is None:
@@ -121,21 +130,15 @@ def merge(graph: fx.Graph, group: Sequence[Found]) -> None:
     with graph.inserting_before(layer):
         weight = joined([one.args[1] for one in layers], *(shape_of(layer.args[1]) or ())[1:])
         bias = joined([bias_of(one) for one in layers])
-        whole = graph.call_function(layer.target, (layer.args[0], weight, bias, *layer.args[3:]))  # type: ignore[arg-type]
-        for node in (layer, *rest):
-            if node is not layer:
-                whole = graph.call_function(node.target, (whole, *node.args[1:]), dict(node.kwargs))  # type: ignore[arg-type]
-            size = (value.shape[0], made, *value.shape[2:])
-            result = value.new_empty(size).contiguous(memory_format=torch.channels_last)
-            whole.meta = {**node.meta, "val": result}
-        start = 0
+        whole = larger(layer, layer.args[0], weight, bias, *layer.args[3:])
+        for node in rest:
+            whole = larger(node, whole, *node.args[1:])
+        ends = list(itertools.accumulate(found.site.made for found in group))
         parts = []
-        for found in group:
-            end = start + found.site.made
+        for found, start, end in zip(group, [0, *ends], ends, strict=False):
             part = graph.call_function(_aten.slice.Tensor, (whole, 1, start, end))
-            part.meta = {**found.nodes[-1].meta, "val": whole.meta["val"][:, start:end]}
+            part.meta = {**found.nodes[-1].meta, "val": result[:, start:end]}
             parts.append(part)
-            start = end
     for found, part in zip(group, parts, strict=True):
         put(graph, part, found.nodes)
 
