@@ -70,18 +70,15 @@ class Network:
             if kernel["chosen"] in (APART, MERGED):  # those that it is about have lines of their own
                 continue
             site = Site.parse(kernel["site"])
-            # Estimated one by one: each is to have half of what both take in one kernel.
-            parts = site.parts() if site.kind == "separable" else (site,)
-            for part in parts:
-                work = layer_work(
-                    part.image,
-                    part.made,
-                    part.window.kernel[0] * part.window.kernel[1],
-                    part.window.size(*part.image[2:]),
-                    ITEMSIZES[part.dtype],
-                    part.kind == "depthwise",
-                )
-                yield work, kernel["times_us"][kernel["chosen"]] / len(parts), kernel["count"]
+            work = layer_work(
+                site.image,
+                site.made,
+                site.window.kernel[0] * site.window.kernel[1],
+                site.window.size(*site.image[2:]),
+                ITEMSIZES[site.dtype],
+                site.kind == "depthwise",
+            )
+            yield work, kernel["times_us"][kernel["chosen"]], kernel["count"]
 
     def others(self) -> Iterable[tuple[Work, float, int]]:
         """Kernels of Inductor's: the mean of each family, which is all that the record has."""

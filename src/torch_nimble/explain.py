@@ -97,10 +97,8 @@ class KernelAccount:
 
     @property
     def layers(self) -> int:
-        """How many layers these are, merged ones being one: two each where one kernel is for both."""
-        if self.chosen in (APART, MERGED):
-            return 0
-        return self.count * (2 if " separable " in self.site else 1)
+        """How many layers these are; whether some become one is told beside them."""
+        return 0 if self.chosen in (APART, MERGED) else self.count
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Which layers kernels are chosen for, what becomes part of them, and that values stay eager's.
 
-Our kernels need a GPU. Here plain implementations of their operators stand in for them.
+Our kernels need a GPU. Here a plain implementation of their operator stands in for them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 
 from cpu.helpers import Model, assert_close, eager, randomise_batch_norm
 from cpu.kernel_cases import ACTIVATIONS as FUNCTIONS
-from cpu.kernel_cases import stand_ins
+from cpu.kernel_cases import stand_in
 from torch_nimble.capture import Adapter, AutocastState, Callee, Captured
 from torch_nimble.kernels.operator import lay_out, may_round
 from torch_nimble.kernels.sites import ACTIVATIONS, BEFORE, LIBRARY, Site, Way, Window, configs
@@ -31,7 +31,6 @@ from torch_nimble.lower.inductor import find_layers
 from torch_nimble.lower.observe import observe
 from torch_nimble.lower.passes import layers as layers_pass
 from torch_nimble.lower.passes import run_passes, select
-from torch_nimble.lower.passes import together as together_pass
 from torch_nimble.lower.passes.guard import drop_dropout
 from torch_nimble.lower.program import resolve
 from torch_nimble.taskgraph import Layout
@@ -48,7 +47,7 @@ IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.fixture(autouse=True, scope="module")
 def _stand_in() -> Iterator[None]:
-    with stand_ins():
+    with stand_in():
         yield
 
 
@@ -78,7 +77,6 @@ class Rewritten:
     graph: fx.Graph
     sites: list[Site]
     counts: dict[str, int]
-    pairs: list[Site] = field(default_factory=list)
 
     def run(self, *inputs: Tensor) -> list[Tensor]:
         """The graph on the model's tensors."""
@@ -105,15 +103,8 @@ class Rewritten:
 
     @property
     def ours(self) -> list[fx.Node]:
-        """Our operator for one layer."""
-        return self._calls(torch.ops.torch_nimble.convolve.default)
-
-    @property
-    def both(self) -> list[fx.Node]:
-        """That for two."""
-        return self._calls(torch.ops.torch_nimble.convolve_separably.default)
-
-    def _calls(self, target: Any) -> list[fx.Node]:
+        """Our operator, wherever it is."""
+        target = torch.ops.torch_nimble.convolve.default
         return list(self.graph.find_nodes(op="call_function", target=target))
 
     def count(self, name: str) -> int:
@@ -135,33 +126,25 @@ def passed(captured: Captured, layout: Layout = "channels-last") -> tuple[fx.Gra
     return graph, names
 
 
-def rewritten(captured: Captured, layout: Layout = "channels-last", together: bool = False) -> Rewritten:
-    """The graph after all passes, with the first config for every site, and pairs `together`."""
+def rewritten(captured: Captured, layout: Layout = "channels-last") -> Rewritten:
+    """The graph after all passes, with the first config for every site."""
     graph, names = passed(captured, layout)
-    found = layers_pass.find_sites(graph, names)
-    sites = [one.site for one in found]
-    pairs = [pair.site for pair in together_pass.find_pairs(graph, found)]
+    sites = [found.site for found in layers_pass.find_sites(graph, names)]
     before = str(graph)
     assert select.use_kernels(graph, names, {}) == {}
     assert str(graph) == before
-    used = Counter(map(str, sites))
-    chosen = {str(site): configs(site, "fast")[0] for site in (*sites, *(pairs if together else ()))}
-    for pair in pairs if together else ():
-        used.subtract(map(str, pair.parts()))
-        used[str(pair)] += 1
-    assert min(used.values(), default=0) >= 0
+    chosen = {str(site): configs(site, "fast")[0] for site in sites}
     counts = select.use_kernels(graph, names, chosen)
     graph.lint()
-    made = Rewritten(captured, graph, sites, counts, pairs)
-    assert counts == +used
-    assert len(made.both) == (len(pairs) if together else 0)
-    assert len(made.ours) + len(made.both) == sum(counts.values())
+    made = Rewritten(captured, graph, sites, counts)
+    assert counts == Counter(map(str, sites))
+    assert len(made.ours) == len(sites)
     graph.eliminate_dead_code()
     return made
 
 
 def find_sites(captured: Captured) -> Counter[Site]:
-    """Single layers and pairs, as they are tried."""
+    """Layers as they are tried."""
     sites, _ = find_layers(captured)
     return sites
 
@@ -171,26 +154,16 @@ def as_list(results: Any) -> list[Tensor]:
 
 
 def assert_keeps(
-    model: Any,
-    *inputs: Tensor,
-    tolerance: float | None = None,
-    may_vanish: bool = False,
-    together: bool = False,
+    model: Any, *inputs: Tensor, tolerance: float | None = None, may_vanish: bool = False
 ) -> Rewritten:
-    """The rewritten graph gives what eager gives, on inputs that it was not made with.
-
-    So it does with two layers at once where there are such; what that makes is returned if `together`.
-    """
-    captured = captured_of(model, *inputs)
-    apart = rewritten(captured)
-    both = rewritten(captured, together=True) if apart.pairs else apart
+    """The rewritten graph gives what eager gives, on inputs that it was not made with."""
+    made = rewritten(captured_of(model, *inputs))
     fresh = [torch.randn_like(x) for x in inputs]
     wanted = as_list(eager(model, *(x.clone() for x in fresh)))
     assert may_vanish or any(tensor.abs().max() > 0 for tensor in wanted)
-    for made in (apart, *([both] if apart.pairs else [])):
-        assert_close(made.run(*(x.clone() for x in fresh)), wanted, tolerance)
-        assert_close(made.run_split(*(x.clone() for x in fresh)), wanted, tolerance)
-    return both if together else apart
+    assert_close(made.run(*(x.clone() for x in fresh)), wanted, tolerance)
+    assert_close(made.run_split(*(x.clone() for x in fresh)), wanted, tolerance)
+    return made
 
 
 Ends = tuple[str, bool, str]
@@ -582,499 +555,6 @@ def test_a_sum_of_another_dtype_is_no_part() -> None:
     assert_close(made.run(x), [wanted], 1e-2)
 
 
-# -------------------------------------------------------------------- two layers
-
-
-def separable(function: Callable[..., Any]) -> Model:
-    """A function of a model with depthwise and 1×1 convolutions, with a bias and without."""
-    layers = {
-        "plain": nn.Conv2d(4, 4, 3, 2, groups=4, bias=False),
-        "odd": nn.Conv2d(4, 4, (3, 2), (1, 2), (2, 1), (2, 1), groups=4),
-        "scale": nn.Conv2d(4, 4, 1, groups=4),
-        "point": nn.Conv2d(4, 6, 1),
-        "twice": nn.Conv2d(4, 8, 3, groups=4),
-        "eight": nn.Conv2d(8, 4, 1),
-    }
-    return net(function, **layers)
-
-
-def pair(made: int = 4, **changed: Any) -> Site:
-    """The site of `m.other(m.deep(x))`: a bias between, none after."""
-    window = Window((3, 3), padding=(1, 1))
-    site = Site((2, 4, 5, 5), made, window, "float32", "separable", bias_between=True)
-    return replace(site, **changed)
-
-
-def _relu_written(m: Any, x: Tensor) -> Tensor:
-    y = m.deep(x)
-    y.relu_()
-    return m.other(y)
-
-
-def _image_used_elsewhere(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    y = x * 2
-    return m.other(m.deep(y)), y.sin()
-
-
-def _result_used_twice(m: Any, x: Tensor) -> Tensor:
-    y = m.other(m.deep(x))
-    return F.relu(y) * y
-
-
-PAIRS: dict[str, tuple[Callable[..., Any], Site]] = {
-    "nothing else": (lambda m, x: m.other(m.deep(x)), pair()),
-    "bias after": (
-        lambda m, x: m.point(m.plain(x)),
-        pair(6, window=Window((3, 3), (2, 2)), bias_between=False, has_bias=True),
-    ),
-    "no bias": (
-        lambda m, x: m.other(m.plain(x)),
-        pair(window=Window((3, 3), (2, 2)), bias_between=False),
-    ),
-    "both biases": (lambda m, x: m.point(m.deep(x)), pair(6, has_bias=True)),
-    "any window": (
-        lambda m, x: m.other(m.odd(x)),
-        pair(window=Window((3, 2), (1, 2), (2, 1), (2, 1))),
-    ),
-    "the window of one pixel": (lambda m, x: m.other(m.scale(x)), pair(window=Window((1, 1)))),
-    "the general operator": (
-        lambda m, x: m.other(
-            torch.convolution(x, m.plain.weight, None, [2, 2], [0, 0], [1, 1], False, [0, 0], 4)
-        ),
-        pair(window=Window((3, 3), (2, 2)), bias_between=False),
-    ),
-    "activation written": (_relu_written, pair(between="relu")),
-    "a clamp between": (lambda m, x: m.other(F.hardtanh(m.deep(x), 0, 6)), pair(between="relu6")),
-    "activation after": (lambda m, x: F.silu(m.other(m.deep(x))), pair(after="silu")),
-    "sum": (lambda m, x: m.other(m.deep(x)) + x, pair(adds=True)),
-    "sum, turned": (lambda m, x: x + m.other(m.deep(x)), pair(adds=True)),
-    "sum and activation in place": (
-        lambda m, x: m.other(m.deep(x)).add_(x).relu_(),
-        pair(adds=True, after="relu"),
-    ),
-    "everything": (
-        lambda m, x: F.silu(m.other(F.relu6(m.deep(F.gelu(x)))) + x),
-        pair(before="gelu", between="relu6", adds=True, after="silu"),
-    ),
-    "sum of the activation before": (
-        lambda m, x: _separable_with_activation_added(m, x),
-        pair(before="relu", adds=True),
-    ),
-    "a parallel branch": (lambda m, x: m.other(m.deep(x)) + x.sin(), pair()),
-    "dropout between": (lambda m, x: m.other(F.dropout(m.deep(x), 0.5, m.training)), pair()),
-    "image used elsewhere": (_image_used_elsewhere, pair()),
-    "result used twice": (_result_used_twice, pair()),
-}
-
-
-def _separable_with_activation_added(m: Any, x: Tensor) -> Tensor:
-    y = F.relu(x)
-    return m.other(m.deep(y)) + y
-
-
-def assert_together(model: Any, x: Tensor, *wanted: Site, tolerance: float | None = None) -> Rewritten:
-    """Those are the pairs, in any order; each is one operator, and nothing is left of its layers."""
-    made = assert_keeps(model, x, together=True, tolerance=tolerance)
-    assert Counter(made.pairs) == Counter(wanted)
-    assert made.counts == Counter(map(str, wanted))
-    assert made.count("conv2d") == made.count("convolution") == len(made.ours) == 0
-    sites = find_sites(captured_of(model, x))
-    assert {site: count for site, count in sites.items() if site.kind == "separable"} == Counter(wanted)
-    assert Counter(part for site in wanted for part in site.parts()) <= sites
-    return made
-
-
-@pytest.mark.parametrize("name", PAIRS)
-def test_a_depthwise_convolution_and_the_point_after_it_are_a_pair(name: str) -> None:
-    function, site = PAIRS[name]
-    assert_together(separable(function), image(), site)
-
-
-@pytest.mark.parametrize("name", ACTIVATIONS[1:])
-def test_activations_around_and_between_two_layers_become_part_of_them(name: str) -> None:
-    function = FUNCTIONS[name]
-    site = pair(between=name, after=name)
-    made = assert_together(
-        separable(lambda m, x: function(m.other(function(m.deep(x))))), 4 * image(), site
-    )
-    assert made.count(name) == made.count("hardtanh") == 0
-    is_part = name in BEFORE
-    made = assert_together(
-        separable(lambda m, x: m.other(m.deep(function(x)))), image(), pair(before=name * is_part)
-    )
-    assert made.count(name) + made.count("hardtanh") == (0 if is_part else 1)
-
-
-@pytest.mark.parametrize("name", IN_PLACE)
-def test_activations_in_place_between_two_layers_become_part_of_them(name: str) -> None:
-    model = separable(lambda m, x: m.other(IN_PLACE[name](m.deep(x))))
-    made = assert_together(model, 4 * image(), pair(between=name))
-    assert made.count(f"{name}_") == made.count("hardtanh_") == 0
-
-
-def test_batch_norm_between_two_layers_is_folded() -> None:
-    norms = nn.BatchNorm2d(4), nn.BatchNorm2d(6)
-    for norm in norms:
-        randomise_batch_norm(norm)
-    model = nn.Sequential(
-        nn.Conv2d(4, 4, 3, padding=1, groups=4, bias=False),
-        norms[0],
-        nn.ReLU6(inplace=True),
-        nn.Conv2d(4, 6, 1, bias=False),
-        norms[1],
-    ).eval()
-    made = assert_together(model, 4 * image(), pair(6, between="relu6", has_bias=True))
-    assert made.count("batch_norm") == 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_two_layers_of_short_floats_are_pairs_of_their_own(dtype: torch.dtype) -> None:
-    model = separable(lambda m, x: m.other(F.relu(m.deep(x)))).to(dtype)
-    site = pair(between="relu", dtype=str(dtype).removeprefix("torch."))
-    assert_together(model, image().to(dtype), site, tolerance=1e-2)
-
-
-@pytest.mark.parametrize("channels", [192, 193])
-def test_more_channels_than_one_kernel_is_offered_for_are_no_pair(channels: int) -> None:
-    model = nn.Sequential(nn.Conv2d(channels, channels, 1, groups=channels), nn.Conv2d(channels, 3, 1))
-    made = assert_keeps(model, image(channels, side=2, batch=1))
-    assert len(made.sites) == 2
-    assert len(made.pairs) == (channels <= 192)
-
-
-def _first_used_twice(m: Any, x: Tensor) -> Tensor:
-    y = m.deep(x)
-    return m.other(y) * y
-
-
-def _first_returned(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    y = m.deep(x)
-    return m.other(y), y
-
-
-def _first_returned_before_its_activation(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    y = m.deep(x)
-    return m.other(F.relu(y)), y
-
-
-def _activation_returned(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    y = F.relu(m.deep(x))
-    return m.other(y), y
-
-
-def _activation_added(m: Any, x: Tensor) -> Tensor:
-    y = F.relu(m.deep(x))
-    return m.other(y) + y
-
-
-def _two_points(m: Any, x: Tensor) -> Tensor:
-    y = F.relu(m.deep(x))
-    return torch.cat([m.other(y), m.point(y)], 1)
-
-
-def _shape_read(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    y = m.deep(x)
-    return m.other(y), y.mean((2, 3))
-
-
-NO_PAIRS: dict[str, Callable[..., Any]] = {
-    "first used twice": _first_used_twice,
-    "first returned": _first_returned,
-    "first returned before its activation": _first_returned_before_its_activation,
-    "activation returned": _activation_returned,
-    "activation added": _activation_added,
-    "two points": _two_points,
-    "mean of the first": _shape_read,
-    "the second has a window": lambda m, x: m.conv(m.deep(x)),
-    "the second has a stride": lambda m, x: F.conv2d(m.deep(x), m.other.weight, stride=2),
-    "the second has a stride one way": lambda m, x: F.conv2d(m.deep(x), m.other.weight, stride=(1, 2)),
-    "the second has padding": lambda m, x: F.conv2d(m.deep(x), m.point.weight, padding=1),
-    "the second is in groups": lambda m, x: F.conv2d(m.deep(x), m.other.weight[:, :2], groups=2),
-    "the second is depthwise": lambda m, x: m.scale(m.deep(x)),
-    "the second has a computed weight": lambda m, x: F.conv2d(m.deep(x), m.other.weight * x.mean()),
-    "the first is dense": lambda m, x: m.other(m.conv(x)),
-    "the first is a point": lambda m, x: m.other(m.other(x)),
-    "the first makes several of each channel": lambda m, x: m.eight(m.twice(x)),
-    "turned round": lambda m, x: m.deep(m.other(x)),
-    "a sum between": lambda m, x: m.other(m.deep(x) + x),
-    "a sum and an activation between": lambda m, x: m.other(F.relu(m.deep(x) + x)),
-    "a sum in place between": lambda m, x: m.other(m.deep(x).add_(x)),
-    "a number added between": lambda m, x: m.other(m.deep(x) + 1),
-    "another activation between": lambda m, x: m.other(torch.tanh(m.deep(x))),
-    "two activations between": lambda m, x: m.other(F.silu(F.relu(m.deep(x)))),
-    "a pool between": lambda m, x: m.other(F.max_pool2d(m.deep(x), 2)),
-    "turned between": lambda m, x: m.other(m.deep(x).transpose(2, 3)),
-    "a part of the first": lambda m, x: m.other(m.deep(x)[:1]),
-}
-
-
-@pytest.mark.parametrize("name", NO_PAIRS)
-def test_layers_with_something_else_in_between_are_no_pair(name: str) -> None:
-    made = assert_keeps(separable(NO_PAIRS[name]), image())
-    assert made.pairs == []
-    assert not any(site.kind == "separable" for site in find_sites(made.captured))
-
-
-# -------------------------------------------------------------------- two layers and writes
-
-
-def _image_written(m: Any, x: Tensor) -> Tensor:
-    y = x * 2
-    z = m.deep(y)
-    y.sub_(1)
-    return m.other(z)
-
-
-def _image_written_after_the_activation(m: Any, x: Tensor) -> Tensor:
-    y = x * 2
-    z = F.relu(m.deep(y))
-    y.sub_(1)
-    return m.other(z)
-
-
-def _image_written_before_the_activation(m: Any, x: Tensor) -> Tensor:
-    y = x * 2
-    z = m.deep(y)
-    y.sub_(1)
-    return m.other(z.relu_())
-
-
-def _image_activated(m: Any, x: Tensor) -> Tensor:
-    y = x * 2
-    z = m.deep(y)
-    y.relu_()
-    return m.other(z) * y
-
-
-def _image_filled(m: Any, x: Tensor) -> Tensor:
-    y = x * 2
-    z = m.deep(y)
-    y.copy_(x)
-    return m.other(z)
-
-
-def _base_of_the_image_written(m: Any, x: Tensor) -> Tensor:
-    y = x * 2
-    z = m.deep(y.transpose(2, 3))
-    y.sub_(1)
-    return m.other(z)
-
-
-def _source_of_the_image_written(m: Any, x: Tensor) -> Tensor:
-    """What is activated before both layers."""
-    y = x * 2
-    z = m.deep(F.relu(y))
-    y.sub_(1)
-    return m.other(z)
-
-
-def _halfway_written(m: Any, x: Tensor) -> Tensor:
-    y = m.deep(x)
-    y.add_(1)
-    return m.other(y)
-
-
-def _halfway_written_after_the_activation(m: Any, x: Tensor) -> Tensor:
-    y = F.relu(m.deep(x))
-    y.sub_(1)
-    return m.other(y)
-
-
-def _something_else_written(m: Any, x: Tensor) -> Tensor:
-    """Of which it is not known here that it is something else."""
-    y = x * 2
-    z = m.deep(x)
-    y.sub_(1)
-    return m.other(z) * y
-
-
-WRITTEN_BETWEEN: dict[str, Callable[..., Any]] = {
-    "the image": _image_written,
-    "the image, after the activation": _image_written_after_the_activation,
-    "the image, before the activation in place": _image_written_before_the_activation,
-    "the image, by an activation": _image_activated,
-    "the image, filled": _image_filled,
-    "the base of the image": _base_of_the_image_written,
-    "what is activated before": _source_of_the_image_written,
-    "what the first makes": _halfway_written,
-    "what the first makes, activated": _halfway_written_after_the_activation,
-    "something else": _something_else_written,
-}
-
-
-@pytest.mark.parametrize("name", WRITTEN_BETWEEN)
-def test_layers_are_no_pair_if_something_is_written_in_between(name: str) -> None:
-    """One kernel would read the image later than the first layer does."""
-    made = assert_keeps(separable(WRITTEN_BETWEEN[name]), image())
-    assert [site.kind for site in made.sites] == ["depthwise", "dense"]
-    assert made.pairs == []
-
-
-def _image_written_by_a_view(m: Any, x: Tensor) -> Tensor:
-    y = x * 2
-    z = m.deep(y)
-    y[:, 0].sub_(1)
-    return m.other(z)
-
-
-def _image_written_by_a_piece(m: Any, x: Tensor) -> Tensor:
-    y = x * 2
-    z = m.deep(y)
-    y.chunk(2, 1)[1].sub_(1)
-    return m.other(z)
-
-
-def _halfway_written_by_a_view(m: Any, x: Tensor) -> Tensor:
-    y = m.deep(x)
-    y.flatten(1).sub_(1)
-    return m.other(y)
-
-
-def _halfway_written_in_part(m: Any, x: Tensor) -> Tensor:
-    y = m.deep(x)
-    y[:, 0] = 3
-    return m.other(y)
-
-
-BY_VIEWS: dict[str, Callable[..., Any]] = {
-    "the image, by a view": _image_written_by_a_view,
-    "the image, by a piece": _image_written_by_a_piece,
-    "what the first makes, by a view": _halfway_written_by_a_view,
-    "what the first makes, in part": _halfway_written_in_part,
-}
-
-
-@pytest.mark.parametrize("name", BY_VIEWS)
-def test_layers_are_no_pair_if_something_is_written_through_a_view(name: str) -> None:
-    assert assert_keeps(separable(BY_VIEWS[name]), image()).pairs == []
-
-
-def _image_written_before_both(m: Any, x: Tensor) -> Tensor:
-    y = x * 2
-    y.sub_(1)
-    return m.other(m.deep(y))
-
-
-def _image_written_after_both(m: Any, x: Tensor) -> Tensor:
-    y = x * 2
-    z = m.other(m.deep(y))
-    y.sub_(1)
-    return z * y
-
-
-def _added_written_after_both(m: Any, x: Tensor) -> Tensor:
-    y = x * 2
-    z = m.other(m.deep(y))
-    y.sub_(1)
-    return z + y
-
-
-def _result_written(m: Any, x: Tensor) -> Tensor:
-    y = m.other(m.deep(x))
-    return y.add_(1)
-
-
-WRITTEN_OUTSIDE: dict[str, Callable[..., Any]] = {
-    "the image, before both": _image_written_before_both,
-    "the image, after both": _image_written_after_both,
-    "what is added, after both": _added_written_after_both,
-    "the result": _result_written,
-}
-
-
-@pytest.mark.parametrize("name", WRITTEN_OUTSIDE)
-def test_writes_before_and_after_two_layers_are_no_obstacle(name: str) -> None:
-    assert_together(separable(WRITTEN_OUTSIDE[name]), image(), pair())
-
-
-# -------------------------------------------------------------------- which pairs are used
-
-
-def chain(*layers: nn.Module) -> nn.Module:
-    return nn.Sequential(*layers).eval()
-
-
-def deep(**options: Any) -> nn.Module:
-    return nn.Conv2d(4, 4, 3, padding=1, groups=4, **options)
-
-
-def point(**options: Any) -> nn.Module:
-    return nn.Conv2d(4, 4, 1, **options)
-
-
-def test_each_two_layers_of_a_chain_are_a_pair() -> None:
-    model = chain(deep(), nn.ReLU(), point(), nn.SiLU(), deep(), nn.ReLU(), point())
-    sites = pair(between="relu", has_bias=True, after="silu"), pair(between="relu", has_bias=True)
-    made = assert_together(model, image(), *sites)
-    assert made.counts == {str(site): 1 for site in sites}
-    same = chain(*(layer for _ in range(3) for layer in (deep(), nn.ReLU(), point(bias=False))))
-    made = assert_together(same, image(), *[pair(between="relu")] * 3)
-    assert made.counts == {str(pair(between="relu")): 3}
-
-
-def test_a_layer_is_part_of_one_pair_at_most() -> None:
-    made = assert_keeps(chain(deep(), deep(), point(), point()), image(), together=True)
-    assert made.pairs == [pair(has_bias=True)]
-    first, *_, last = made.sites
-    assert (first.kind, last.kind) == ("depthwise", "dense")
-    assert made.counts == {str(first): 1, str(pair(has_bias=True)): 1, str(last): 1}
-
-
-def test_layers_of_the_same_kind_outside_of_pairs_stay_by_themselves() -> None:
-    """The sites of a pair's parts are also there without the other one."""
-
-    def forward(m: Any, x: Tensor) -> Tensor:
-        return torch.cat([m.other(m.deep(x)), m.deep(x.sin()), m.other(x.cos())], 1)
-
-    made = assert_keeps(net(forward), image(), together=True)
-    first, second = pair().parts()
-    assert Counter(made.sites) == {first: 2, second: 2}
-    assert made.counts == {str(pair()): 1, str(first): 1, str(second): 1}
-    assert find_sites(made.captured) == {first: 2, second: 2, pair(): 1}
-
-
-def _residual_chain(m: Any, x: Tensor) -> Tensor:
-    y = F.relu(m.other(m.deep(x)) + x)
-    return m.other(F.silu(m.deep(F.gelu(y)))) + y
-
-
-def test_any_of_what_is_found_may_be_chosen() -> None:
-    """Two pairs, the second of which reads and adds what the first makes; all sets of choices."""
-    model, x = net(_residual_chain), image()
-    captured = captured_of(model, x)
-    graph, names = passed(captured)
-    singles = layers_pass.find_sites(graph, names)
-    pairs = [one.site for one in together_pass.find_pairs(graph, singles)]
-    assert len(pairs) == len(set(pairs)) == 2
-    everything = {*(one.site for one in singles), *pairs}
-    assert len(everything) == 6
-    wanted = [eager(model, x)]
-    for count in range(len(everything) + 1):
-        for some in itertools.combinations(sorted(everything, key=str), count):
-            graph, names = passed(captured)
-            chosen = {str(site): configs(site, "fast")[-1] for site in some}
-            parts = {part for one in pairs if one in some for part in one.parts()}
-            counts = select.use_kernels(graph, names, chosen)
-            graph.lint()
-            made = Rewritten(captured, graph, [], counts)
-            assert counts == {str(site): 1 for site in some if site not in parts}
-            assert {node.args[-1] for node in made.both} <= {*chosen.values()}
-            assert len(made.both) == sum(one in some for one in pairs)
-            assert_close(made.run(x), wanted)
-
-
-def test_our_operator_for_two_layers_says_the_shape_and_strides_of_its_result() -> None:
-    x = image()
-    made = assert_keeps(separable(lambda m, x: m.point(m.plain(x))), x, together=True)
-    split = split_constants(made.captured, made.graph)
-    left = [node.target for node in split.graph.nodes if node.op == "call_function"]
-    assert lay_out not in left  # done ahead of time
-    fakes, _ = observe(made.captured, list(made.graph.nodes), copy=False)
-    (node,), (result,) = made.both, made.run(x)
-    fake = fakes[node]
-    assert (fake.shape, fake.stride(), fake.dtype) == (result.shape, result.stride(), result.dtype)
-
-
 # -------------------------------------------------------------------- linear layers
 
 LINEAR: dict[str, tuple[Callable[..., Any], list[Ends]]] = {
@@ -1361,12 +841,6 @@ def _program(steps: list[_Step]) -> Callable[[Any, Tensor], Tensor]:
                     values.append(first + second)
                 case "branch":
                     values.append(m.conv(F.relu(first)) + second)
-                case "both":
-                    values.append(m.other(F.relu6(m.deep(first))))
-                case "halfway":
-                    halfway = m.deep(first)
-                    second.sub_(0.25)
-                    values.append(m.other(halfway))
                 case "relu_":
                     first.relu_()
                 case "add_":
@@ -1390,7 +864,7 @@ def _steps(*names: str) -> st.SearchStrategy[list[_Step]]:
     return st.lists(st.tuples(st.sampled_from(names), *numbers), min_size=4, max_size=12)
 
 
-CONVOLVING = ("conv", "conv", "deep", "other", "other", "branch", "both", "halfway")
+CONVOLVING = ("conv", "conv", "deep", "other", "branch")
 PLAIN = (*CONVOLVING, "relu", "relu", "silu", "add", "add", "relu_", "relu_", "add_", "add_", "shift_")
 VIEWS = ("view", "part", "piece")
 REPEATABLE = settings(
@@ -1417,9 +891,6 @@ def _assert_programs_keep(*names: str) -> Counter[str]:
         for site in made.sites:
             seen.update({"sites": 1, "before": bool(site.before), "sum": site.adds})
             seen.update({"after": bool(site.after), "sum and after": bool(site.adds and site.after)})
-        for site in made.pairs:
-            seen.update({"pairs": 1, "pairs before": bool(site.before), "pairs sum": site.adds})
-            seen.update({"pairs between": bool(site.between), "pairs after": bool(site.after)})
 
     check()
     return seen
@@ -1427,9 +898,7 @@ def _assert_programs_keep(*names: str) -> Counter[str]:
 
 def test_random_programs_with_writes_give_what_eager_gives() -> None:
     seen = _assert_programs_keep(*PLAIN)
-    names = ("before", "sum", "after", "sum and after")
-    of_pairs = ("pairs before", "pairs sum", "pairs between", "pairs after")
-    assert min(seen[name] for name in (*names, *of_pairs)) > 2, seen
+    assert min(seen[name] for name in ("before", "sum", "after", "sum and after")) > 2, seen
 
 
 def test_random_programs_with_writes_through_views_give_what_eager_gives() -> None:
@@ -1472,6 +941,30 @@ def test_only_what_was_chosen_is_replaced_and_counted() -> None:
         assert [node.args[-1] for node in made.ours] == [config] * sum(counts.values())
         assert made.count("conv2d") == 4 - len(made.ours)
         assert_close(made.run(x), [eager(model, x)])
+
+
+def _residual_chain(m: Any, x: Tensor) -> Tensor:
+    y = F.relu(m.other(m.deep(x)) + x)
+    return m.other(F.silu(m.deep(F.gelu(y)))) + y
+
+
+def test_any_of_what_is_found_may_be_chosen() -> None:
+    """Two blocks, the second of which reads and adds what the first makes; all sets of choices."""
+    model, x = net(_residual_chain), image()
+    captured = captured_of(model, x)
+    sites = find_sites(captured)
+    assert list(sites.values()) == [1, 1, 1, 1]
+    wanted = [eager(model, x)]
+    for count in range(len(sites) + 1):
+        for some in itertools.combinations(sites, count):
+            graph, names = passed(captured)
+            chosen = {str(site): configs(site, "fast")[-1] for site in some}
+            counts = select.use_kernels(graph, names, chosen)
+            graph.lint()
+            made = Rewritten(captured, graph, [], counts)
+            assert counts == dict.fromkeys(chosen, 1)
+            assert sorted(node.args[-1] for node in made.ours) == sorted(chosen.values())
+            assert_close(made.run(x), wanted)
 
 
 def test_looking_for_sites_changes_nothing() -> None:
@@ -1581,34 +1074,6 @@ def test_weights_are_rounded_for_configs_that_round_and_for_no_others(layer: str
         assert torch.equal(found, plain) != rounds
         wanted = [nearest_tf32(w) for w in plain.flatten().tolist()]
         assert not rounds or found.flatten().tolist() == wanted
-        assert_close(made.run(x), [eager(model, x)], 2e-3 if rounds else None)
-
-
-@pytest.mark.parametrize("is_on", [True, False])
-def test_of_two_layers_the_weight_of_the_second_is_rounded_for_configs_that_round(is_on: bool) -> None:
-    """That of the first is not multiplied by matrix units."""
-    let_round(convolutions=is_on, products=is_on)
-    model, x = net(lambda m, x: m.other(m.deep(x))), image()
-    captured = captured_of(model, x)
-    kept = configs(pair(), "full", True), configs(pair(), "full", False)
-    assert {Way.parse(config).precision for config in (*kept[0], *kept[1])} == {"tf32", "tf32x3", "ieee"}
-    for config in (*kept[0], *kept[1]):
-        graph, names = passed(captured)
-        assert select.use_kernels(graph, names, {str(pair()): config}) == {str(pair()): 1}
-        made = Rewritten(captured, graph, [], {})
-        (node,) = made.both
-        rounds = Way.parse(config).precision == "tf32"
-        for position, layer, kind, is_rounded in (
-            (1, "other", "dense", rounds),
-            (4, "deep", "depthwise", False),
-        ):
-            weight, laid_out = getattr(model, layer).weight.detach(), node.args[position]
-            assert isinstance(laid_out, fx.Node)
-            assert laid_out.target is lay_out
-            found = lay_out(weight, *laid_out.args[1:])  # type: ignore[arg-type]
-            plain = lay_out(weight, kind)
-            wanted = [nearest_tf32(w) for w in plain.flatten().tolist()]
-            assert found.flatten().tolist() == (wanted if is_rounded else plain.flatten().tolist())
         assert_close(made.run(x), [eager(model, x)], 2e-3 if rounds else None)
 
 

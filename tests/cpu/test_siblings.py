@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cpu.helpers import Model, assert_close, eager, randomise_batch_norm
-from cpu.kernel_cases import stand_ins
+from cpu.kernel_cases import stand_in
 from cpu.test_select import Rewritten, as_list, captured_of, passed
 from torch_nimble.devices.tuning import chosen_for, reading_parts
 from torch_nimble.kernels.operator import pitch_of
@@ -36,7 +36,7 @@ from torch_nimble.lower.remembered import fingerprint
 
 @pytest.fixture(autouse=True, scope="module")
 def _stand_in() -> Iterator[None]:
-    with stand_ins():
+    with stand_in():
         yield
 
 
@@ -76,7 +76,7 @@ def assert_merges(function: Callable[..., Any], merging: int, **more: nn.Module)
             assert not layers_pass.find_sites(graph, names)
         graph.eliminate_dead_code()
         assert fingerprint(split_constants(captured, graph).graph, [], {}) is not None
-        made = Rewritten(captured, graph, left, counts, [])
+        made = Rewritten(captured, graph, left, counts)
         assert_close(made.run(x.clone()), wanted, None)
         assert_close(made.run_split(x.clone()), wanted, None)
     return made

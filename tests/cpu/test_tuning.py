@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
-from cpu.kernel_cases import convolve_separably, stand_ins
+from cpu.kernel_cases import convolve, stand_in
 from torch_nimble.capture import Adapter, Callee, Captured
 from torch_nimble.devices import examples, tuning
 from torch_nimble.devices.cuda import CudaDevice
@@ -51,10 +51,6 @@ CLEARLY = 0.97
 
 def site(made: int = 8, **changed: Any) -> Site:
     return dataclasses.replace(Site((1, 4, 5, 5), made, Window((3, 3)), "float32"), **changed)
-
-
-def pair(made: int = 6, **changed: Any) -> Site:
-    return site(made, kind="separable", **changed)
 
 
 def tuned(one: Site, chosen: str = LIBRARY, us: float = 3.0) -> Tuned:
@@ -90,28 +86,16 @@ def test_what_is_right_wins_where_the_library_cannot_do_it() -> None:
     assert tuning.chosen_of({"a": 5.0, "b": 4.0}) == "b"
 
 
-def test_two_layers_stay_apart_where_one_kernel_is_not_clearly_faster() -> None:
-    """The times of both by the library are known besides, and not what one kernel is held against."""
-    assert tuning.chosen_of({APART: 5.0, "a": 4.9}, APART) == APART
-    assert tuning.chosen_of({APART: 5.0, "a": 4.7}, APART) == "a"
-    assert tuning.chosen_of({APART: 5.0, "a": 4.7, "b": 4.6}, APART) == "b"
-    assert tuning.chosen_of({APART: 5.0}, APART) == APART
-    assert tuning.chosen_of({}, APART) == APART
-
-
-@pytest.mark.parametrize("usual", [LIBRARY, APART])
 @settings(max_examples=200, deadline=None, derandomize=True, database=None)
-@given(data=st.data())
-def test_what_wins_is_never_slower_than_anything(usual: str, data: st.DataObject) -> None:
-    names = st.sampled_from([usual, *"abcd"])
-    times = data.draw(st.dictionaries(names, st.integers(1, 200).map(float)))
-    chosen = tuning.chosen_of(times, usual)
+@given(st.dictionaries(st.sampled_from([LIBRARY, *"abcd"]), st.integers(1, 200).map(float)))
+def test_what_wins_is_never_slower_than_anything(times: dict[str, float]) -> None:
+    chosen = tuning.chosen_of(times)
     best = min(times.values(), default=math.inf)
-    if chosen == usual:
-        assert not any(us < CLEARLY * times.get(usual, math.inf) for us in times.values())
+    if chosen == LIBRARY:
+        assert not any(us < CLEARLY * times.get(LIBRARY, math.inf) for us in times.values())
     else:
         assert times[chosen] == best
-        assert times[chosen] < CLEARLY * times.get(usual, math.inf)
+        assert times[chosen] < CLEARLY * times.get(LIBRARY, math.inf)
 
 
 # -------------------------------------------------------------------- on disk
@@ -200,9 +184,7 @@ def tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Tried:
     """A folder of its own, and a list of what was tried; a stand-in finds what its name says."""
     asked: Tried = []
 
-    def try_all(
-        sites: Collection[Site], device: torch.device, effort: Effort, known: Any
-    ) -> list[Tuned]:
+    def try_all(sites: Collection[Site], device: torch.device, effort: Effort) -> list[Tuned]:
         asked.append((effort, list(sites)))
         return [tuned(one, f"vector/{one.made}/{len(asked)}/4") for one in sites]
 
@@ -317,6 +299,7 @@ EXAMPLES = [
     site(4, kind="depthwise", has_bias=True),
     Site((7, 6, 1, 1), 5, Window((1, 1)), "float32", "linear", has_bias=True, adds=True, after="silu"),
     site(dtype="float16", has_bias=True, after="relu6"),
+    site(window=Window((3, 2), (2, 1), (1, 0))),
 ]
 FUNCTIONS = {
     "": lambda x: x,
@@ -327,20 +310,32 @@ FUNCTIONS = {
 }
 
 
+def by_torch(example: examples.Example, one: Site, number: int, **left_out: Any) -> Tensor:
+    """A layer in float32 on a set of the example's."""
+    x, weight, bias, added = example.tensors[number]
+    parts: dict[str, Any] = {"before": one.before, "bias": bias, "added": added, "after": one.after}
+    parts |= left_out
+    window, groups = one.window, one.image[1] if one.kind == "depthwise" else 1
+    geometry = (window.stride, window.padding, window.dilation, groups)
+    made = F.conv2d(FUNCTIONS[parts["before"]](x.float()), weight.float(), None, *geometry)
+    made = made if parts["bias"] is None else made + parts["bias"].float()[:, None, None]
+    made = made if parts["added"] is None else made + parts["added"].float()
+    return FUNCTIONS[parts["after"]](made).to(x.dtype)
+
+
+def assert_same(found: Tensor, wanted: Tensor) -> None:
+    error = (found.double() - wanted.double()).norm() / wanted.double().norm()
+    assert found.shape == wanted.shape
+    assert error <= (1e-6 if found.dtype == torch.float32 else 1e-3), error
+
+
 @pytest.mark.parametrize("one", EXAMPLES, ids=str)
 def test_what_is_as_good_as_torch_may_win_and_what_is_wrong_may_not(one: Site) -> None:
     """A candidate by torch itself, and the same with one thing left out."""
     example = examples.Example(one, CPU)
-    x, weight, bias, added = example.tensors[0]
-    groups = one.image[1] if one.kind == "depthwise" else 1
 
     def right(number: int, **left_out: Any) -> Tensor:
-        parts: dict[str, Any] = {"before": one.before, "bias": bias, "added": added, "after": one.after}
-        parts |= left_out
-        made = F.conv2d(FUNCTIONS[parts["before"]](x.float()), weight.float(), groups=groups)
-        made = made if parts["bias"] is None else made + parts["bias"].float()[:, None, None]
-        made = made if parts["added"] is None else made + parts["added"].float()
-        return FUNCTIONS[parts["after"]](made).to(x.dtype)
+        return by_torch(example, one, number, **left_out)
 
     assert example.fault(right) == ""
     wrong: Mapping[str, Any] = {"before": "", "bias": None, "added": None, "after": ""}
@@ -353,65 +348,18 @@ def test_what_is_as_good_as_torch_may_win_and_what_is_wrong_may_not(one: Site) -
     assert "off by" in example.fault(lambda number: right(number) * math.nan)
 
 
-# -------------------------------------------------------------------- two layers at once
-
-PAIRS = [
-    pair(),
-    pair(bias_between=True, between="relu6"),
-    pair(has_bias=True, after="relu", window=Window((3, 2), (2, 1), (1, 0))),
-    pair(
-        before="silu", bias_between=True, between="gelu", has_bias=True, adds=True, after="relu",
-        window=Window((3, 3), (1, 1), (1, 1)), image=(3, 20, 6, 5),
-    ),
-    pair(dtype="float16", bias_between=True, between="relu", has_bias=True, adds=True),
-]  # fmt: skip
-
-
 @pytest.fixture
-def operators() -> Iterator[None]:
-    """Our operators, by torch."""
-    with stand_ins():
+def operator() -> Iterator[None]:
+    """Our operator, by torch."""
+    with stand_in():
         yield
 
 
-def example_of(one: Site, chosen: tuple[str, str] = (LIBRARY, LIBRARY)) -> examples.SeparableExample:
-    parts = [tuned(part, name) for part, name in zip(one.parts(), chosen, strict=True)]
-    return examples.SeparableExample(one, CPU, parts)
-
-
-def by_torch(example: examples.SeparableExample, one: Site, number: int = 0) -> Tensor:
-    """Both layers in float32 on a set of the example's, rounded where memory would round."""
-    (x, deep, first, _), (_, point, second, added) = (
-        layer.tensors[number] for layer in (example._deep, example._point)
-    )
-    window = (one.window.stride, one.window.padding, one.window.dilation, one.image[1])
-    made = F.conv2d(FUNCTIONS[one.before](x.float()), deep.float(), None, *window)
-    made = made if first is None else made + first.float()[:, None, None]
-    made = F.conv2d(FUNCTIONS[one.between](made).to(x.dtype).float(), point.float())
-    made = made if second is None else made + second.float()[:, None, None]
-    made = made if added is None else made + added.float()
-    return FUNCTIONS[one.after](made).to(x.dtype)
-
-
-def assert_same(found: Tensor, wanted: Tensor) -> None:
-    error = (found.double() - wanted.double()).norm() / wanted.double().norm()
-    assert found.shape == wanted.shape
-    assert error <= (1e-6 if found.dtype == torch.float32 else 1e-3), error
-
-
-@pytest.mark.parametrize("one", PAIRS, ids=str)
-def test_for_two_layers_what_torch_computes_may_win(one: Site) -> None:
-    example = example_of(one)
-    assert example.fault(lambda number: by_torch(example, one, number)) == ""
-    assert "off by" in example.fault(lambda number: by_torch(example, one, number) * 1.01)
-    assert "off by" in example.fault(lambda number: by_torch(example, one, number) * math.nan)
-
-
-@pytest.mark.usefixtures("operators")
-@pytest.mark.parametrize("one", PAIRS, ids=str)
-def test_a_candidate_for_two_layers_is_given_all_there_is(one: Site) -> None:
+@pytest.mark.usefixtures("operator")
+@pytest.mark.parametrize("one", EXAMPLES, ids=str)
+def test_a_candidate_is_given_all_there_is(one: Site) -> None:
     """With an operator that is right it is right, for every set of tensors."""
-    example = example_of(one)
+    example = examples.Example(one, CPU)
     assert example.sets > 1
     for config in configs(one, "full"):
         run = example.ours(config)
@@ -422,125 +370,58 @@ def test_a_candidate_for_two_layers_is_given_all_there_is(one: Site) -> None:
     assert not any(torch.equal(firsts[0], other) for other in firsts[1:])
 
 
-def _operator(**changed: Any) -> Callable[..., Tensor]:
-    """The operator for two layers, given something else than it is asked to do."""
-    names = ("x", "weight", "bias", "added", "deep", "bias_between", "window", "before", "between",
-             "after", "config")  # fmt: skip
-
-    def operator(*given: Any) -> Tensor:
-        arguments = dict(zip(names, given, strict=True))
-        for name, change in changed.items():
-            arguments[name] = change(arguments[name])
-        return convolve_separably(**arguments)
-
-    return operator
-
-
-EVERYTHING = PAIRS[3]
-FAULTS: dict[str, Callable[..., Tensor]] = {
-    "no bias between": _operator(bias_between=lambda _: None),
-    "no activation between": _operator(between=lambda _: ""),
-    "another activation between": _operator(between=lambda _: "silu"),
-    "no activation before": _operator(before=lambda _: ""),
-    "no activation after": _operator(after=lambda _: ""),
-    "no bias": _operator(bias=lambda _: None),
-    "nothing added": _operator(added=lambda _: None),
-    "a wider window": _operator(window=lambda w: [*w[:4], 2, 2, 2, 2]),
-    "a turned window": _operator(deep=lambda d: d.flip(0).contiguous()),
-    "a smaller result": _operator(window=lambda w: [*w[:4], 0, 0, *w[6:]], added=lambda _: None),
-    "the weight of other channels": _operator(weight=lambda w: w.roll(1, 0)),
-}
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_for_two_layers_what_is_wrong_may_not_win(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As candidates are asked: by the config, through the operator."""
-    config = configs(EVERYTHING, "fast")[0]
-    example = example_of(EVERYTHING)
-    monkeypatch.setattr(examples, "convolve_separably", _operator())
-    assert example.fault(example.ours(config)) == ""
-    monkeypatch.setattr(examples, "convolve_separably", FAULTS[name])
-    assert "off by" in example.fault(example.ours(config))
-
-
-@pytest.mark.usefixtures("operators")
-@pytest.mark.parametrize("one", PAIRS, ids=str)
-def test_two_layers_as_usual_are_one_after_the_other(one: Site) -> None:
-    """Each by the kernel that was chosen for it, the second on what the first makes."""
-    chosen = tuple(configs(part, "fast")[0] for part in one.parts())
-    example = example_of(one, (chosen[0], chosen[1]))
-    usual = example.as_usual()
-    for number in range(example.sets):
-        assert_same(usual(number), by_torch(example, one, number))
-
-
 @pytest.mark.parametrize(
     "one",
-    [pair(), pair(bias_between=True), pair(has_bias=True), pair(between="relu", after="relu")],
+    [
+        site(),
+        site(has_bias=True),
+        site(after="relu"),
+        site(4, kind="depthwise", window=Window((3, 2), (2, 1), (1, 0))),
+        Site((7, 6, 1, 1), 5, Window((1, 1)), "float32", "linear", has_bias=True, after="relu"),
+    ],
     ids=str,
 )
-def test_two_layers_by_the_library_are_what_torch_launches(one: Site) -> None:
-    """Of an activation or a sum only the time is right there; these have none that it leaves out."""
-    example = example_of(one)
-    usual = example.as_usual()
+def test_the_library_does_what_torch_launches(one: Site) -> None:
+    """Of other activations and sums only the time is right there; these have none that it leaves out."""
+    example = examples.Example(one, CPU)
     for number in range(example.sets):
-        assert_same(usual(number), by_torch(example, one, number))
+        made, wanted = example.library(number), by_torch(example, one, number)
+        assert_same(made.reshape(wanted.shape), wanted)
 
 
 class _Clock:
     """Stands in for replays: runs what it is given once, and takes as long as is said."""
 
-    def __init__(self, us: Mapping[int, float]) -> None:
-        self._us, self._count = us, 0
+    device = CPU
+
+    def __init__(self, *us: float) -> None:
+        self._us = iter(us)
 
     def of(self, work: Callable[[], None]) -> Any:
         work()
-        seconds = self._us[self._count] * tuning._CALLS * 1e-6
-        self._count += 1
+        seconds = next(self._us) * tuning._CALLS * 1e-6
         return mock.Mock(seconds=lambda: seconds)
 
 
-@pytest.mark.usefixtures("operators")
-def test_two_layers_are_held_against_the_best_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the library's time is told, of both."""
-    parts = [tuned(part, us=us) for part, us in zip(EVERYTHING.parts(), (3.0, 4.0), strict=True)]
-    first, wrong, last = configs(EVERYTHING, "full")[:3]
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_what_is_right_is_timed_and_the_rest_refused(
+    is_faster: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = EXAMPLES[0]
+    first, wrong, last = configs(one, "full")[:3]
 
-    def operator(*given: Any) -> Tensor:
-        assert given[-1] != last, "no room\nfor that"
-        return _operator(bias_between=lambda b: None if given[-1] == wrong else b)(*given)
+    def operator(x: Tensor, weight: Tensor, bias: Tensor, *rest: Any) -> Tensor:
+        assert rest[-1] != last, "no room\nfor that"
+        return convolve(x, weight, None if rest[-1] == wrong else bias, *rest)
 
-    monkeypatch.setattr(examples, "convolve_separably", operator)
-    for us, chosen in ((5.5, first), (5.9, APART), (6.5, APART)):
-        example = examples.SeparableExample(EVERYTHING, CPU, parts)
-        clock: Any = _Clock({0: 6.0, 1: us})
-        found = tuning._try_one(EVERYTHING, (first, wrong, last), clock, example)
-        assert (found.site, found.kind) == (str(EVERYTHING), "separable")
-        assert found.chosen == chosen
-        assert found.times_us == pytest.approx({LIBRARY: 7.0, APART: 6.0, first: us})
-        assert {name: said[:4] for name, said in found.refused.items()} == {wrong: "its ", last: "Asse"}
-
-
-def test_two_layers_are_tried_after_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is known from before counts as well."""
-    one, deep, point = EVERYTHING, *EVERYTHING.parts()
-    asked: list[tuple[Site, Any]] = []
-
-    def try_one(one: Site, tried: Any, replays: Any, example: Any) -> Tuned:
-        asked.append((one, example))
-        return tuned(one, f"new {one.kind}")
-
-    monkeypatch.setattr(tuning, "_try_one", try_one)
-    monkeypatch.setattr(tuning, "_compiling", lambda kernels, device: lambda: None)
-    monkeypatch.setattr(tuning, "Replays", mock.Mock())
-    found = list(tuning._try_all([one, point, deep], CPU, "fast", {}))
-    assert [tried for tried, _ in asked] == [point, deep, one]
-    assert [result.site for result in found] == [str(point), str(deep), str(one)]
-    assert asked[-1][1]._chosen == ["new depthwise", "new dense"]
-    asked.clear()
-    known = {str(deep): tuned(deep, "old depthwise")}
-    list(tuning._try_all([one, point], CPU, "fast", known))
-    assert asked[-1][1]._chosen == ["old depthwise", "new dense"]
+    monkeypatch.setattr(examples, "convolve", operator)
+    us = 5.5 if is_faster else 5.9
+    clock: Any = _Clock(6.0, us)
+    found = tuning._try_one(one, (first, wrong, last), clock)
+    assert (found.site, found.kind) == (str(one), "dense")
+    assert found.chosen == (first if is_faster else LIBRARY)
+    assert found.times_us == pytest.approx({LIBRARY: 6.0, first: us})
+    assert {name: said[:4] for name, said in found.refused.items()} == {wrong: "its ", last: "Asse"}
 
 
 # -------------------------------------------------------------------- plans and flags
@@ -549,7 +430,7 @@ def test_two_layers_are_tried_after_each_by_itself(monkeypatch: pytest.MonkeyPat
 @pytest.mark.usefixtures("flags")
 @pytest.mark.parametrize("rows", [3, 40])
 @pytest.mark.parametrize("channels", [6, 20, 40, 300])
-@pytest.mark.parametrize("kind", ["dense", "linear", "separable"])
+@pytest.mark.parametrize("kind", ["dense", "linear"])
 def test_kernels_that_round_are_refused_where_the_flag_of_their_layers_is_off(
     kind: Any, channels: int, rows: int
 ) -> None:
@@ -659,83 +540,42 @@ def test_what_was_chosen_is_what_is_lowered(
     assert used == made.graph.kernels == {}
 
 
-# -------------------------------------------------------------------- layers that are part of two
+# -------------------------------------------------------------------- layers that could be one
 
 
-class Twice(nn.Module):
-    """A depthwise convolution before a 1×1 convolution, and one of the same kind by itself."""
+class Branches(nn.Module):
+    """Two convolutions of one image, and one that reads what the second makes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.deep, self.alone = (nn.Conv2d(4, 4, 3, padding=1, groups=4) for _ in range(2))
-        self.point = nn.Conv2d(4, 4, 1)
+        self.first, self.second = (nn.Conv2d(4, made, 1) for made in (8, 5))
+        self.reader = nn.Conv2d(5, 3, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.point(torch.relu(self.deep(x)))
-        return torch.relu(self.alone(x)).mean((2, 3))
+        first, second = torch.relu(self.first(x)), torch.relu(self.second(x))
+        return torch.cat([first, self.reader(second)], 1)
 
 
-BOTH = Site(
-    (1, 4, 5, 5),
-    4,
-    Window((3, 3), padding=(1, 1)),
-    "float32",
-    "separable",
-    has_bias=True,
-    between="relu",
-    bias_between=True,
-)
-
-
-def choosing(chosen: Mapping[str, str]) -> Callable[..., dict[str, Tuned]]:
-    """What tuning would find: a kernel for each kind of layer."""
-
-    def tune(sites: Collection[Site], *_: Any) -> dict[str, Tuned]:
-        return {str(one): tuned(one, chosen[one.kind]) for one in sites}
-
-    return tune
-
-
-SINGLE = {"depthwise": "depthwise/8/4/4", "dense": "gathered/64/16/16/4/3/1"}
-CHOICES = {
-    "together": {**SINGLE, "separable": "separable/16/16/16/4"},
-    "apart": {**SINGLE, "separable": APART},
-    "by the library": {"depthwise": LIBRARY, "dense": LIBRARY, "separable": APART},
-    "together, else the library": {
-        "depthwise": LIBRARY,
-        "dense": LIBRARY,
-        "separable": "separable/16/16/16/4",
-    },
-}
+OURS = "gathered/64/16/16/4/3/1"
+CHOICES = {"merged": (OURS, 3.0), "apart": (OURS, 9.0), "by the library": (LIBRARY, 3.0)}
+"""What is chosen for each layer, and how long all that two of them make takes at once."""
 
 
 @pytest.mark.parametrize("name", CHOICES)
-def test_layers_that_are_part_of_two_are_not_counted_by_themselves(
-    name: str, device: CudaDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    captured, _, _ = captured_of(Twice().eval(), torch.randn(1, 4, 5, 5))
-    deep, point = BOTH.parts()
-    sites, _ = inductor.find_layers(captured)
-    assert sites == {deep: 2, point: 1, BOTH: 1}
-    monkeypatch.setattr("torch_nimble.devices.cuda.tune", choosing(CHOICES[name]))
-    found = device.choose_kernels(captured, Options(), [])
-    counts = {one.site: count for one, count in found}
-    if CHOICES[name]["separable"] == APART:
-        assert counts == {str(deep): 2, str(point): 1, str(BOTH): 1}
-    else:
-        assert counts == {str(deep): 1, str(BOTH): 1}
-    accounts = [KernelAccount(o.site, n, o.chosen, o.times_us, o.refused) for o, n in found]
-    assert sum(account.layers for account in accounts) == 3
-
-
-@pytest.mark.parametrize("name", CHOICES)
-def test_of_two_layers_what_was_chosen_is_what_is_lowered(
+def test_of_layers_that_could_be_one_what_was_chosen_is_what_is_lowered(
     name: str, device: CudaDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is lowered for layers apart but their own kernels; what is counted is what is there."""
-    captured, adapter, tensors = captured_of(Twice().eval(), torch.randn(1, 4, 5, 5))
+    captured, adapter, tensors = captured_of(Branches().eval(), torch.randn(1, 4, 5, 5))
     functional = adapter.capture(tensors)
+    sites, groups = inductor.find_layers(captured)
+    ((group, count),) = groups.items()
+    assert (count, list(sites.values())) == (1, [1, 1, 1])
+    choice, whole_us = CHOICES[name]
     asked: list[tuple[str, dict[str, str]]] = []
+
+    def tune(tried: Collection[Site], *_: Any) -> dict[str, Tuned]:
+        return {str(s): tuned(s, choice, whole_us if s == group.whole else 3.0) for s in tried}
 
     def lowered(_: Captured, layout: Any, __: Any, kernels: Any = ()) -> Lowered:
         asked.append((layout, dict(kernels)))
@@ -743,34 +583,39 @@ def test_of_two_layers_what_was_chosen_is_what_is_lowered(
 
     monkeypatch.setattr(inductor, "lower", lowered)
     monkeypatch.setattr("torch_nimble.devices.cuda.faster_layout", lambda *_: "as captured")
-    monkeypatch.setattr("torch_nimble.devices.cuda.tune", choosing(CHOICES[name]))
+    monkeypatch.setattr("torch_nimble.devices.cuda.compile_chosen", lambda *_: None)
+    monkeypatch.setattr("torch_nimble.devices.cuda.tune", tune)
     found = device.choose_kernels(captured, Options(), [])
+    is_merged = name == "merged"
+    left = {group.whole, *group.readers} if is_merged else {*sites}
+    assert {o.site: n for o, n in found} == dict.fromkeys(map(str, (*left, group)), 1)
+    accounts = [KernelAccount(o.site, n, o.chosen, o.times_us, o.refused) for o, n in found]
+    assert sum(account.layers for account in accounts) == len(left)
     device.lowerings(adapter, tensors, captured, Options(), [], found)
     ((layout, kernels),) = asked
-    assert kernels == {o.site: o.chosen for o, _ in found if o.chosen not in (LIBRARY, APART)}
+    wanted = {str(one): OURS for one in left if choice == OURS}
+    assert kernels == wanted | ({str(group): MERGED} if is_merged else {})
     assert layout == ("channels-last" if kernels else "as captured")
     graph = fx.Graph()
     graph.output(graph.graph_copy(captured.graph, {}))
     constants = frozenset(captured.constants)
     run_passes(graph, constants, "channels-last", fused=True)
-    used = select.use_kernels(graph, constants, kernels)
-    assert used == {o.site: count for o, count in found if o.site in kernels}
+    assert select.use_kernels(graph, constants, kernels) == dict.fromkeys(kernels, 1)
 
 
-def account(one: Site, chosen: str, count: int, **times_us: float) -> KernelAccount:
-    return KernelAccount(str(one), count, chosen, times_us, {})
+def account(chosen: str, count: int, **times_us: float) -> KernelAccount:
+    return KernelAccount(str(site()), count, chosen, times_us, {})
 
 
-def test_one_kernel_for_two_layers_counts_as_both() -> None:
-    assert account(site(), "a", 3, library=5.0, a=4.0).layers == 3
-    assert account(site(), LIBRARY, 3, library=5.0).layers == 3
-    assert account(pair(), "a", 3, library=5.0, apart=4.0, a=3.0).layers == 6
-    assert account(pair(), APART, 3, library=5.0, apart=4.0, a=4.0).layers == 0
+def test_whether_layers_become_one_is_told_besides_and_they_are_counted_once() -> None:
+    assert account("a", 3, library=5.0, a=4.0).layers == 3
+    assert account(LIBRARY, 3, library=5.0).layers == 3
+    assert account(APART, 3, apart=3.0, merged=4.0).layers == 0
+    assert account(MERGED, 3, apart=3.0, merged=2.0).layers == 0
 
 
 def test_what_is_saved_is_told_once() -> None:
-    """Where two layers stay apart, it is told with each of them."""
-    assert account(site(), "a", 3, library=5.0, a=4.0).saved_us == 3.0
-    assert account(site(), LIBRARY, 3, library=5.0, a=4.9).saved_us == 0.0
-    assert account(pair(), "a", 3, library=5.0, apart=4.0, a=3.0).saved_us == 6.0
-    assert account(pair(), APART, 3, library=5.0, apart=4.0, a=4.0).saved_us == 0.0
+    assert account("a", 3, library=5.0, a=4.0).saved_us == 3.0
+    assert account(LIBRARY, 3, library=5.0, a=4.9).saved_us == 0.0
+    assert account(APART, 3, apart=3.0, merged=4.0).saved_us == 0.0
+    assert account(MERGED, 3, apart=3.0, merged=2.0).saved_us == 0.0

@@ -22,8 +22,7 @@ from gpu.helpers import (
     signatures,
 )
 from torch_nimble.devices import tuning
-from torch_nimble.kernels.operator import may_round
-from torch_nimble.kernels.sites import APART, LIBRARY, MERGED, Site, configs
+from torch_nimble.kernels.sites import APART, LIBRARY, MERGED
 
 
 class Mobile(nn.Module):
@@ -45,32 +44,6 @@ class Mobile(nn.Module):
         y = y * torch.sigmoid(self.squeeze(y.mean((2, 3), keepdim=True)))
         x = self.project(y) + x
         return self.head(self.dense(x).mean((2, 3)))
-
-
-class Separable(nn.Module):
-    """Depthwise convolutions with a 1×1 convolution after each, and something in all places around."""
-
-    def __init__(self, width: int = 40) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, width, 3, 2, 1)
-        self.deep = nn.Sequential(
-            nn.Conv2d(width, width, 3, padding=1, groups=width, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU6(inplace=True),
-        )
-        self.point = nn.Sequential(nn.Conv2d(width, width, 1, bias=False), nn.BatchNorm2d(width))
-        self.down = nn.Conv2d(width, width, 5, 2, 2, groups=width, bias=False)
-        self.wide = nn.Sequential(nn.Conv2d(width, 3 * width, 1), nn.SiLU())
-        self.head = nn.Linear(3 * width, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        x = torch.relu(self.point(self.deep(x)) + x)
-        return self.head(self.wide(self.down(x)).mean((2, 3)))
-
-
-PAIRS = 2
-"""As many as there are in `Separable`."""
 
 
 @pytest.fixture(autouse=True)
@@ -179,72 +152,6 @@ def test_larger_batches_move_the_arena_and_all_stay_right() -> None:
         assert room._segments[0].numel() < 64 * MIB
 
 
-# -------------------------------------------------------------------- two layers at once
-
-
-@pytest.fixture(params=[False, True], ids=["by time", "together"])
-def together(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether one kernel is taken for two layers in any case, or only where it is faster."""
-    if request.param:
-
-        def first(times_us: dict[str, float], usual: str = LIBRARY) -> str:
-            return next((name for name in times_us if name.startswith("separable")), usual)
-
-        monkeypatch.setattr(tuning, "chosen_of", first)
-    return bool(request.param)
-
-
-def pairs_of(fast: nimble.Engine) -> list[dict[str, Any]]:
-    return [one for one in kernels_of(fast) if Site.parse(one["site"]).kind == "separable"]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_two_layers_give_what_eager_gives(dtype: torch.dtype, together: bool) -> None:
-    model = ready(Separable(), dtype=dtype)
-    with nimble.compile(model, (photo(dtype=dtype),), tune="fast", strict=True) as fast:
-        contrasts = iter((1, 4))
-        assert_matches(fast, model, lambda: (next(contrasts) * photo(dtype=dtype),))
-        assert_fused(fast)
-        found = kernels_of(fast)
-        own = sum(one["count"] for one in found if one["chosen"] not in (LIBRARY, APART))
-        assert signatures(fast)[-1]["passes"].get("use_kernels", 0) == own
-        pairs = pairs_of(fast)
-        assert sum(pair["count"] for pair in pairs) == PAIRS
-        used = [pair["site"] for pair in pairs if pair["chosen"] != APART]
-        assert set(used) <= set(fast.plan.kernels)
-        assert len(used) == PAIRS or not together
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_what_was_tried_for_two_layers_is_told(dtype: torch.dtype) -> None:
-    """The times of both apart and of each kernel, or why it was refused."""
-    with nimble.compile(ready(Separable(), dtype=dtype), (photo(dtype=dtype),), tune="fast") as fast:
-        pairs = pairs_of(fast)
-        assert len(pairs) == PAIRS
-        for pair in pairs:
-            tried = set(configs(Site.parse(pair["site"]), "fast", may_round("separable")))
-            times, refused = pair["times_us"], pair["refused"]
-            assert set(times) == {LIBRARY, APART} | tried - set(refused)
-            assert set(refused) <= tried
-            assert all(refused.values())
-            assert min(times.values()) > 0
-            assert pair["chosen"] in {APART} | tried - set(refused)
-
-
-def test_a_plan_with_two_layers_at_once_gives_the_same_bits(tmp_path: Path, together: bool) -> None:
-    model = ready(Separable(), dtype=torch.float16)
-    inputs = [photo(dtype=torch.float16) for _ in range(3)]
-    with nimble.compile(model, (inputs[0],), tune="fast") as fast:
-        results = [fast(x) for x in inputs]
-        fast.plan.save(tmp_path / "plan.json")
-        kernels = dict(fast.plan.kernels)
-    own = [config for config in kernels.values() if config.startswith("separable")]
-    assert len(own) == PAIRS or not together
-    with nimble.compile(model, (inputs[0],), plan=tmp_path / "plan.json", tune="off") as again:
-        assert again.plan.kernels == kernels
-        assert all(map(torch.equal, results, [again(x) for x in inputs]))
-
-
 # -------------------------------------------------------------------- several layers as one
 
 
@@ -278,8 +185,8 @@ def test_merged_layers_give_what_eager_gives(
 ) -> None:
     if always:
 
-        def ours(times_us: dict[str, float], usual: str = LIBRARY) -> str:
-            return next((name for name in times_us if name not in (LIBRARY, APART)), usual)
+        def ours(times_us: dict[str, float]) -> str:
+            return next((name for name in times_us if name != LIBRARY), LIBRARY)
 
         monkeypatch.setattr(tuning, "chosen_of", ours)  # libraries would copy what they read
         monkeypatch.setattr(tuning, "_AS_LONG", float("inf"))

@@ -5,7 +5,7 @@ where they may not do much worse than torch does, and timed side by side in inte
 is one replay of some calls on several sets of tensors, one after another: as in a network, a call finds
 the cache of the device warm and that of its processors cold. The library's time has what it needs for a
 bias, a sum or an activation in it, as one kernel more; what comes before a layer is not held against it.
-Ours has to win by more than noise. One kernel for two layers has to win against the best for each.
+Ours has to win by more than noise.
 
 What was found is kept on disk by device, versions and flags, so that a machine tunes a site once.
 """
@@ -29,7 +29,7 @@ import torch
 
 import torch_nimble.kernels
 from torch_nimble.devices import examples
-from torch_nimble.devices.examples import Example, SeparableExample
+from torch_nimble.devices.examples import Example
 from torch_nimble.devices.replays import Replayed, Replays
 from torch_nimble.errors import PlanError
 from torch_nimble.execute.measure import alone
@@ -72,7 +72,7 @@ def tune(sites: Collection[Site], device: torch.device, effort: Effort) -> dict[
         start = time.perf_counter()
         found: list[Tuned] = []
         try:
-            found.extend(_try_all(missing, device, effort, known))
+            found.extend(_try_all(missing, device, effort))
         finally:  # what was found is not lost with the rest
             _add(path, effort, found)
         known |= {tuned.site: tuned for tuned in found}
@@ -92,9 +92,6 @@ def chosen_for(
         if tuned.chosen == MERGED:
             left.subtract({site: count * number for site, number in Counter(group.sites).items()})
             left[group.whole] += count
-    for site, count in [*left.items()]:
-        if site.kind == "separable" and found[str(site)].chosen != APART:
-            left.subtract(dict.fromkeys(site.parts(), count))
     return (*((found[str(site)], count) for site, count in left.items() if count > 0), *together)
 
 
@@ -167,26 +164,16 @@ def check_precision(kernels: Mapping[str, str]) -> None:
         )
 
 
-def _try_all(
-    sites: Collection[Site], device: torch.device, effort: Effort, known: Mapping[str, Tuned]
-) -> Iterator[Tuned]:
-    """Single layers first: two at once are held against what is best for each."""
+def _try_all(sites: Collection[Site], device: torch.device, effort: Effort) -> Iterator[Tuned]:
     plans = {site: configs(site, effort, may_round(site.kind)) for site in sites}
     every = [(site, config, None) for site, tried in plans.items() for config in tried]
     compiled = _compiling(every, device)
     for site in sites:  # meanwhile libraries load what they need, which takes them as long
-        if site.kind != "separable":
-            Example(site, device).library(0)
+        Example(site, device).library(0)
     compiled()
-    replays, found = Replays(device), dict(known)
-    for site, tried in sorted(plans.items(), key=lambda plan: plan[0].kind == "separable"):
-        if site.kind == "separable":
-            parts = [found[str(part)] for part in site.parts()]
-            tuned = _try_one(site, tried, replays, SeparableExample(site, device, parts))
-        else:
-            tuned = _try_one(site, tried, replays, Example(site, device))
-        found[str(site)] = tuned
-        yield tuned
+    replays = Replays(device)
+    for site, tried in plans.items():
+        yield _try_one(site, tried, replays)
 
 
 def _compiling(
@@ -197,12 +184,10 @@ def _compiling(
     return inductor.in_workers(compile_ahead, [(*kernel, *where) for kernel in kernels])
 
 
-def _try_one(
-    site: Site, tried: Iterable[str], replays: Replays, example: Example | SeparableExample
-) -> Tuned:
+def _try_one(site: Site, tried: Iterable[str], replays: Replays) -> Tuned:
     """Check and time the candidates of a site."""
-    refused = dict[str, str]()
-    runs: dict[str, Replayed] = {example.usual: replays.of(_several(example.as_usual(), example.sets))}
+    example, refused = Example(site, replays.device), dict[str, str]()
+    runs: dict[str, Replayed] = {LIBRARY: replays.of(_several(example.library, example.sets))}
     for config in tried:
         run = example.ours(config)
         try:
@@ -222,15 +207,14 @@ def _try_one(
             for name, replayed in runs.items():
                 samples[name].append(replayed.seconds() * 1e6 / _CALLS)
     times = {name: statistics.median(us) for name, us in samples.items()}
-    chosen = chosen_of(times, example.usual)
-    return Tuned(str(site), site.kind, chosen, {**example.known_us, **times}, refused)
+    return Tuned(str(site), site.kind, chosen_of(times), times, refused)
 
 
-def chosen_of(times_us: Mapping[str, float], usual: str = LIBRARY) -> str:
-    """The fastest; what is usual if nothing is clearly faster, the first tried of equals."""
-    best = min(times_us, key=lambda name: times_us[name], default=usual)
-    limit = _CLEARLY * times_us.get(usual, float("inf"))
-    return best if times_us.get(best, float("inf")) < limit else usual
+def chosen_of(times_us: Mapping[str, float]) -> str:
+    """The fastest; the library if nothing is clearly faster, the first tried of equals."""
+    best = min(times_us, key=lambda name: times_us[name], default=LIBRARY)
+    limit = _CLEARLY * times_us.get(LIBRARY, float("inf"))
+    return best if times_us.get(best, float("inf")) < limit else LIBRARY
 
 
 def _several(run: Callable[[int], Tensor], sets: int) -> Callable[[], None]:

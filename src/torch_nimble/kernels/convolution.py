@@ -25,11 +25,11 @@ import triton.language as tl
 
 from torch_nimble.kernels.parts import (
     Launch,
+    activate,
     ceil_div,
     is_inside,
     let_next_start,
     looked_at,
-    operand,
     pixels,
     store,
     wait_for_earlier,
@@ -115,7 +115,7 @@ def _convolution(  # type: ignore[no-untyped-def]
             mask = known[:, None] & (number < COUNT)[None, :] & is_inside(down, across, IMAGE)
             place = ((image[:, None] * IMAGE[2] + down) * IMAGE[3] + across) * PITCH
             values = tl.load(x + place + (number % CHANNELS)[None, :], mask=mask, other=0.0)
-            values = operand(values, BEFORE, PRECISION)
+            values = _operand(values, BEFORE, PRECISION)
             matrix = tl.load(
                 weight + number[:, None] * RESULT[3] + of_result[None, :],
                 mask=(number < COUNT)[:, None] & is_made[None, :],
@@ -142,19 +142,31 @@ def _convolution(  # type: ignore[no-untyped-def]
                 mask=inside[:, None] & is_there[None, :],
                 other=0.0,
             )
-            values = operand(values, BEFORE, PRECISION)
+            values = _operand(values, BEFORE, PRECISION)
             if LINEAR:
                 of_weight = channel[:, None] + of_result[None, :] * CHANNELS
             else:
                 of_weight = (tap * CHANNELS + channel)[:, None] * RESULT[3] + of_result[None, :]
             matrix = tl.load(weight + of_weight, mask=is_there[:, None] & is_made[None, :], other=0.0)
             if LINEAR:
-                matrix = operand(matrix, "", PRECISION)
+                matrix = _operand(matrix, "", PRECISION)
             total = tl.dot(values, matrix, total, input_precision=PRECISION)
     let_next_start(EARLY)
     if PARTS > 1:
         out += tl.program_id(2) * (RESULT[0] * RESULT[1] * RESULT[2] * RESULT[3])
     store(out, total, bias, added, pixel, of_result, known, is_made, RESULT[3], HAS_BIAS, ADDS, AFTER)
+
+
+@triton.jit
+def _operand(values, KIND: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Values after an activation as they are multiplied."""
+    if KIND != "":
+        values = activate(values.to(tl.float32), KIND).to(values.dtype)
+    if PRECISION == "tf32":
+        values = tl.inline_asm_elementwise(
+            "cvt.rna.tf32.f32 $0, $1;", "=r,r", [values], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return values
 
 
 @triton.jit

@@ -13,10 +13,12 @@ import triton.language as tl
 
 from torch_nimble.kernels.parts import (
     Launch,
+    activate,
     ceil_div,
+    is_inside,
     let_next_start,
+    looked_at,
     pixels,
-    seen_through,
     store,
     wait_for_earlier,
 )
@@ -67,8 +69,16 @@ def _depthwise(  # type: ignore[no-untyped-def]
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     there = channel < IMAGE[1]
     wait_for_earlier(EARLY)
-    total = seen_through(
-        x, weight, image, row, column, known, channel, IMAGE, PITCH, WINDOW, BEFORE, PIXELS, CHANNELS
-    )
+    total = tl.zeros((PIXELS, CHANNELS), dtype=tl.float32)
+    first, left = looked_at(row, column, 0, 0, WINDOW)
+    corner = ((image * IMAGE[2] + first) * IMAGE[3] + left) * PITCH
+    start = x + corner[:, None] + channel[None, :]  # each place of the window is a fixed step from there
+    for tap in tl.static_range(WINDOW[0] * WINDOW[1]):
+        down = tap // WINDOW[1] * WINDOW[6]
+        across = tap % WINDOW[1] * WINDOW[7]
+        mask = (known & is_inside(first + down, left + across, IMAGE))[:, None] & there[None, :]
+        values = tl.load(start + (down * IMAGE[3] + across) * PITCH, mask=mask, other=0.0)
+        scale = tl.load(weight + tap * IMAGE[1] + channel, mask=there, other=0.0)
+        total += activate(values.to(tl.float32), BEFORE) * scale.to(tl.float32)[None, :]
     let_next_start(EARLY)
     store(out, total, bias, added, pixel, channel, known, there, IMAGE[1], HAS_BIAS, ADDS, AFTER)

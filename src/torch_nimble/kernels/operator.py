@@ -1,8 +1,7 @@
-"""The operators that stand for our kernels in a graph: `torch_nimble::convolve`, and
-`torch_nimble::convolve_separably` for two layers at once.
+"""The operator that stands for our kernels in a graph: `torch_nimble::convolve`.
 
-Which kernel carries one out is an argument, chosen ahead of time. Weights are laid out by `lay_out`,
-results are channels-last, images are so or some channels of one that is (`pitch_of`).
+Which kernel carries it out is an argument, chosen ahead of time. Its weight is laid out by `lay_out`,
+its result is channels-last, its image is so or some channels of one that is (`pitch_of`).
 """
 
 from __future__ import annotations
@@ -22,11 +21,9 @@ if TYPE_CHECKING:
     from torch_nimble.kernels.parts import Launch
 
 Tensor = torch.Tensor
-_SCHEMAS = (
+_SCHEMA = (
     "convolve(Tensor x, Tensor weight, Tensor? bias, Tensor? added, int[8] window, "
-    "str before, str after, str config) -> Tensor",
-    "convolve_separably(Tensor x, Tensor weight, Tensor? bias, Tensor? added, Tensor deep, "
-    "Tensor? bias_between, int[8] window, str before, str between, str after, str config) -> Tensor",
+    "str before, str after, str config) -> Tensor"
 )
 _LINEAR = ("linear", "rows")
 """Families that read a weight as linear layers have it."""
@@ -37,8 +34,7 @@ _EARLY_FROM = 90
 _PDL = {"launch_pdl": True}
 """Triton's name for that, programmatic dependent launch."""
 _library = torch.library.Library("torch_nimble", "DEF")  # type: ignore[no-untyped-call]
-for _schema in _SCHEMAS:
-    _library.define(_schema, tags=(torch.Tag.needs_exact_strides,))  # type: ignore[no-untyped-call]
+_library.define(_SCHEMA, tags=(torch.Tag.needs_exact_strides,))  # type: ignore[no-untyped-call]
 
 
 def lay_out(weight: Tensor, kind: Kind, to_tf32: bool = False) -> Tensor:
@@ -95,24 +91,6 @@ def site_of(
     )
 
 
-def separable_site_of(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    added: Tensor | None,
-    deep: Tensor,
-    bias_between: Tensor | None,
-    window: Sequence[int],
-    before: str,
-    between: str,
-    after: str,
-    config: str,
-) -> Site:
-    """What the operator for two layers is asked to compute."""
-    site = site_of(x, weight, bias, added, window, before, after, config)
-    return replace(site, kind="separable", between=between, bias_between=bias_between is not None)
-
-
 def launches_of(
     site: Site, config: str, capability: int, pitch: int | None = None
 ) -> tuple[Launch, ...]:
@@ -122,10 +100,10 @@ def launches_of(
 
     From Hopper on, a kernel is launched while the one before it still runs, and waits for its end.
     """
-    from torch_nimble.kernels import convolution, depthwise, separable, vector
+    from torch_nimble.kernels import convolution, depthwise, vector
 
     way = Way.parse(config)
-    families = {"depthwise": depthwise, "separable": separable, "vector": vector, "rows": vector}
+    families = {"depthwise": depthwise, "vector": vector, "rows": vector}
     family = families.get(way.family, convolution)
     launches: tuple[Launch, ...] = family.launches(site, way)
     early = capability >= _EARLY_FROM
@@ -194,7 +172,7 @@ def compile_ahead(site: Site, config: str, pitch: int | None, capability: int, c
     try:
         for launch in launches_of(site, config, capability, pitch):
             made = torch.float32 if launch.parts > 1 else dtype
-            types = (given, dtype, dtype, dtype, made, *([dtype, dtype] * (site.kind == "separable")))
+            types = (given, dtype, dtype, dtype, made)
             launch.kernel.warmup(*types, grid=launch.grid, **launch.constants)
             given = made
     finally:  # others compile in this process, too
@@ -217,29 +195,17 @@ def result_of(x: Tensor, site: Site) -> Tensor:
 def _convolve(
     x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None, *rest: Any
 ) -> Tensor:
-    site = site_of(x, weight, bias, added, *rest)
-    return _carry_out(site, rest[-1], (x, weight, bias, added))
-
-
-def _convolve_separably(*args: Any) -> Tensor:
-    return _carry_out(separable_site_of(*args), args[-1], args[:6])
-
-
-def _carry_out(site: Site, config: str, tensors: Sequence[Tensor | None]) -> Tensor:
-    """Launch what a config says on an image, a weight, and what else there is."""
-    x, weight, bias, added, *deep = tensors
-    assert x is not None
+    site, config = site_of(x, weight, bias, added, *rest), rest[-1]
     result = result_of(x, site)
     bias = weight if bias is None else bias  # not looked at then
     added = result if added is None else added
-    deep = [weight if tensor is None else tensor for tensor in deep]
     for launch in launches_of(site, config, capability_of(x.device), pitch_of(x)):
         out = result
         if launch.parts > 1:
             several = (launch.parts, result.numel())
             out = torch.empty(several, dtype=torch.float32, device=x.device)
         try:
-            launch.kernel[launch.grid](x, weight, bias, added, out, *deep, **launch.constants)
+            launch.kernel[launch.grid](x, weight, bias, added, out, **launch.constants)
         except Exception as reason:  # Triton's own errors have no base that is torch's, too
             said = str(reason).strip().splitlines()[:1]
             raise RuntimeError(
@@ -253,13 +219,6 @@ def _made(x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None, 
     return result_of(x, site_of(x, weight, bias, added, *rest))
 
 
-def _made_separably(x: Tensor, *rest: Any) -> Tensor:
-    return result_of(x, separable_site_of(x, *rest))
-
-
 _library.impl("convolve", _convolve, "CUDA")  # type: ignore[no-untyped-call]
-_library.impl("convolve_separably", _convolve_separably, "CUDA")  # type: ignore[no-untyped-call]
 torch.library.register_fake("torch_nimble::convolve", _made, lib=_library)
-torch.library.register_fake("torch_nimble::convolve_separably", _made_separably, lib=_library)
 convolve: Callable[..., Tensor] = torch.ops.torch_nimble.convolve.default
-convolve_separably: Callable[..., Tensor] = torch.ops.torch_nimble.convolve_separably.default

@@ -12,8 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel, its grid and its constants; it takes x, weight, bias, added and out, and a separable one
-    the weight of its first half and the bias between."""
+    """A kernel, its grid and its constants; it takes x, weight, bias, added and out."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -86,50 +85,6 @@ def looked_at(row, column, i, j, WINDOW: tl.constexpr):  # type: ignore[no-untyp
 def is_inside(row, column, IMAGE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Whether there is such a place in an image."""
     return (row >= 0) & (row < IMAGE[2]) & (column >= 0) & (column < IMAGE[3])
-
-
-@triton.jit
-def seen_through(  # type: ignore[no-untyped-def]
-    x,
-    weight,
-    image,
-    row,
-    column,
-    known,
-    channel,
-    IMAGE: tl.constexpr,
-    PITCH: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BEFORE: tl.constexpr,
-    PIXELS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):
-    """The weighted sum over a window of each channel by itself, for pixels of a result."""
-    is_there = channel < IMAGE[1]
-    total = tl.zeros((PIXELS, CHANNELS), dtype=tl.float32)
-    first, left = looked_at(row, column, 0, 0, WINDOW)
-    corner = ((image * IMAGE[2] + first) * IMAGE[3] + left) * PITCH
-    start = x + corner[:, None] + channel[None, :]  # each place of the window is a fixed step from there
-    for tap in tl.static_range(WINDOW[0] * WINDOW[1]):
-        down = tap // WINDOW[1] * WINDOW[6]
-        across = tap % WINDOW[1] * WINDOW[7]
-        mask = (known & is_inside(first + down, left + across, IMAGE))[:, None] & is_there[None, :]
-        values = tl.load(start + (down * IMAGE[3] + across) * PITCH, mask=mask, other=0.0)
-        scale = tl.load(weight + tap * IMAGE[1] + channel, mask=is_there, other=0.0)
-        total += activate(values.to(tl.float32), BEFORE) * scale.to(tl.float32)[None, :]
-    return total
-
-
-@triton.jit
-def operand(values, KIND: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Values after an activation as they are multiplied."""
-    if KIND != "":
-        values = activate(values.to(tl.float32), KIND).to(values.dtype)
-    if PRECISION == "tf32":
-        values = tl.inline_asm_elementwise(
-            "cvt.rna.tf32.f32 $0, $1;", "=r,r", [values], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return values
 
 
 @triton.jit

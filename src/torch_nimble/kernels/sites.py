@@ -8,9 +8,9 @@ from typing import Literal, NamedTuple, get_args
 
 from torch_nimble.errors import PlanError
 
-Kind = Literal["dense", "depthwise", "linear", "separable"]
+Kind = Literal["dense", "depthwise", "linear"]
 """Every channel of the result from all of the image's; each from one; a linear layer, whose rows are
-images of one pixel; a depthwise convolution and the 1×1 convolution that its result is for."""
+images of one pixel."""
 Effort = Literal["off", "fast", "full"]
 EFFORTS: tuple[str, ...] = get_args(Effort)
 
@@ -27,22 +27,13 @@ BEFORE = ACTIVATIONS[:-1]
 """Those that may come before a convolution: they are zero at zero, as the padding of images is."""
 
 DTYPES = ("float16", "bfloat16", "float32")
-_NUMBERS = {
-    "depthwise": 3,
-    "vector": 3,
-    "rows": 3,
-    "convolution": 6,
-    "gathered": 6,
-    "linear": 6,
-    "separable": 4,
-}
+_NUMBERS = {"depthwise": 3, "vector": 3, "rows": 3, "convolution": 6, "gathered": 6, "linear": 6}
 """How many there are in a config of each family."""
 _PRECISIONS = ("", "tf32", "tf32x3", "ieee")
-_BY_MATRIX_UNIT = ("convolution", "gathered", "linear", "separable")
-_FAST, _FAST_PAIRS = 3, 2
-"""How many configs are tried in a hurry; kernels for two layers take long to compile."""
+_BY_MATRIX_UNIT = ("convolution", "gathered", "linear")
+_FAST = 3
+"""How many configs are tried in a hurry."""
 _FEW_PIXELS = 4
-_MOST_SEPARABLE = 192
 _SMALLEST_SUM = 16
 """What a matrix unit sums at least at a time."""
 
@@ -98,10 +89,6 @@ class Site:
     has_bias: bool = False
     adds: bool = False
     """Whether another tensor is added to the result, before the activation."""
-    between: str = ""
-    """What a separable one does to what its first half makes: an activation,"""
-    bias_between: bool = False
-    """after a bias."""
 
     def __str__(self) -> str:
         """A name for people and files; equal for equal sites only."""
@@ -110,7 +97,6 @@ class Site:
         words = [
             "×".join(map(str, image)),
             self.dtype,
-            *(["separable"] if self.kind == "separable" else []),
             "depthwise" if self.kind == "depthwise" else f"to {self.made}",
             "linear" if self.kind == "linear" else "×".join(map(str, window.kernel)),
         ]
@@ -121,8 +107,6 @@ class Site:
             if getattr(window, name) != getattr(usual, name)
         ]
         words += [f"{self.before} before"] if self.before else []
-        words += ["bias between"] if self.bias_between else []
-        words += [f"{self.between} between"] if self.between else []
         words += [name for name in ("bias" * self.has_bias, "sum" * self.adds, self.after) if name]
         return " ".join(words)
 
@@ -131,11 +115,7 @@ class Site:
         """The site of that name."""
         shape, dtype, *words = text.split()
         sizes = [int(number) for number in shape.split("×")]
-        kind: Kind = "dense"
-        if words[0] == "separable":
-            kind, words = "separable", words[1:]
-        elif words[0] == "depthwise":
-            kind = "depthwise"
+        kind: Kind = "depthwise" if words[0] == "depthwise" else "dense"
         made = sizes[1] if kind == "depthwise" else int(words[1])
         form, *words = words[1 if kind == "depthwise" else 2 :]
         if form == "linear":
@@ -145,12 +125,8 @@ class Site:
             geometry[words[0]] = _pair(words[1])
             words = words[2:]
         before = words[0] if words[1:2] == ["before"] else ""
-        words = words[2:] if before else words
-        between = []
-        while words[1:2] == ["between"]:
-            between.append(words[0])
-            words = words[2:]
-        after = [word for word in words if word not in ("bias", "sum")]
+        ends = words[2:] if before else words
+        after = [word for word in ends if word not in ("bias", "sum")]
         images, channels, height, width = (*sizes, 1, 1)[:4]
         return cls(
             (images, channels, height, width),
@@ -160,50 +136,8 @@ class Site:
             kind,
             before,
             after[0] if after else "",
-            "bias" in words,
-            "sum" in words,
-            next((word for word in between if word != "bias"), ""),
-            "bias" in between,
-        )
-
-    def parts(self) -> tuple[Site, Site]:
-        """The depthwise and the 1×1 convolution that a separable one consists of."""
-        images, channels, height, width = self.image
-        deep = replace(
-            self,
-            made=channels,
-            kind="depthwise",
-            after=self.between,
-            has_bias=self.bias_between,
-            adds=False,
-            between="",
-            bias_between=False,
-        )
-        size = self.window.size(height, width)
-        image = (images, channels, *size)
-        point = Site(
-            image,
-            self.made,
-            Window((1, 1)),
-            self.dtype,
-            after=self.after,
-            has_bias=self.has_bias,
-            adds=self.adds,
-        )
-        return deep, point
-
-    @classmethod
-    def separable(cls, deep: Site, point: Site) -> Site:
-        """The two as one; the second reads what the first makes."""
-        return replace(
-            deep,
-            made=point.made,
-            kind="separable",
-            after=point.after,
-            has_bias=point.has_bias,
-            adds=point.adds,
-            between=deep.after,
-            bias_between=deep.has_bias,
+            "bias" in ends,
+            "sum" in ends,
         )
 
 
@@ -276,11 +210,11 @@ def configs(site: Site, effort: Effort, may_round: bool = False) -> tuple[str, .
     """
     if effort == "off" or site.dtype not in DTYPES:
         return ()
-    ways = {"depthwise": _depthwise, "separable": _separable}.get(site.kind, _dense)
-    found = tuple(dict.fromkeys(ways(site)))
+    ways = _depthwise(site) if site.kind == "depthwise" else _dense(site)
+    found = tuple(dict.fromkeys(ways))
     matrices = [config for config in found if Way.parse(config).family in _BY_MATRIX_UNIT]
     others = [config for config in found if config not in matrices]
-    count = len(found) if effort == "full" else _FAST_PAIRS if site.kind == "separable" else _FAST
+    count = _FAST if effort == "fast" else len(found)
     if site.dtype != "float32" or not matrices:
         return found[:count]
     kept = matrices[: max(0, count - len(others))]
@@ -312,28 +246,6 @@ def _depthwise(site: Site) -> Iterator[str]:
     ]
     for pixels, channels, warps in (*first, *rest):
         yield f"depthwise/{pixels}/{channels}/{warps}"
-
-
-def _separable(site: Site) -> Iterator[str]:
-    """Pixels, channels made, how many are summed at a time, warps.
-
-    Every program that makes some of the channels computes the first half of all of them: nothing is
-    offered where that would be long.
-    """
-    channels = site.image[1]
-    if channels > _MOST_SEPARABLE:
-        return
-    whole, summed = max(16, _power(site.made)), max(_SMALLEST_SUM, _power(channels))
-    for pixels, made, at_a_time, warps in (
-        (16, 64, 64, 4),
-        (16, 128, 64, 8),
-        (32, 64, 32, 4),
-        (16, 32, 64, 4),
-        (16, 64, 32, 4),
-        (16, 256, 64, 8),
-        (32, 128, 64, 8),
-    ):
-        yield f"separable/{pixels}/{min(whole, made)}/{min(summed, at_a_time)}/{warps}"
 
 
 def _dense(site: Site) -> Iterator[str]:

@@ -104,7 +104,7 @@ def _layer(shapes: Sequence[Shape], made: Sequence[Shape], moved: float) -> Work
     """Our operator: its image and its weight, which is window and channels by channels made.
 
     The weight of a linear layer, whose rows are images of one pixel, lies the other way round, and that
-    for a library is as torch has it. Of two layers in one kernel, the work is that of the second.
+    for a library is as torch has it.
     """
     image, given, *_ = *shapes, (1, 1)
     weight = given if len(given) == 2 else (math.prod(given[1:]), given[0])

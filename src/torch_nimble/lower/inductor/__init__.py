@@ -183,19 +183,12 @@ def time_inside(lock: contextlib.AbstractContextManager[None]) -> None:
 
 
 def find_layers(captured: Captured) -> tuple[Counter[Site], Counter[Siblings]]:
-    """Layers that kernels of ours could carry out, and two at once, and how often each is there.
-
-    And those that could be one layer.
-    """
+    """Layers that kernels of ours could carry out, those that could be one, and how many there are."""
     graph, frozen = _copy(captured)
     run_passes(graph, frozen, "channels-last", fused=True)
     sites = layers.find_sites(graph, frozen)
-    pairs = together.find_pairs(graph, sites)
     groups = together.find_siblings(graph, sites)
-    return (
-        Counter([*(found.site for found in sites), *(pair.site for pair in pairs)]),
-        Counter(group.siblings for group in groups),
-    )
+    return Counter(found.site for found in sites), Counter(group.siblings for group in groups)
 
 
 def _copy(captured: Captured) -> tuple[fx.Graph, frozenset[str]]:

@@ -83,11 +83,11 @@ class _Search:
             return None
         x, before = self._before(node)
         nodes, added = [node], None
-        user = only_user(node)
+        user = _only_user(node)
         if user is not None and user.target in _SUMS:
             added = self._added(user, node)
             nodes += [user] if added is not None else []
-        user = only_user(nodes[-1])
+        user = _only_user(nodes[-1])
         after = "" if user is None else _activation(user)
         nodes += [user] if user is not None and after else []
         self._taken.update(nodes)
@@ -237,7 +237,7 @@ def _activation(node: fx.Node) -> str:
     return _ACTIVATIONS.get(node.target, "")  # type: ignore[call-overload, no-any-return]
 
 
-def only_user(node: fx.Node) -> fx.Node | None:
+def _only_user(node: fx.Node) -> fx.Node | None:
     """Who uses a node, if it is one."""
     return next(iter(node.users)) if len(node.users) == 1 else None
 

@@ -1,6 +1,6 @@
 """The kernel that was chosen for each layer.
 
-`use_kernels` merges layers and puts our operators where that was chosen. What is tried, and what wins,
+`use_kernels` merges layers and puts our operator where that was chosen. What is tried, and what wins,
 is not decided here.
 """
 
@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import fx
 
-from torch_nimble.kernels.operator import convolve, convolve_separably, lay_out
-from torch_nimble.kernels.sites import APART, LIBRARY, MERGED, Way
+from torch_nimble.kernels.operator import convolve, lay_out
+from torch_nimble.kernels.sites import LIBRARY, MERGED, Way
 from torch_nimble.lower.passes.layers import Found, bias_of, find_sites, put
 from torch_nimble.lower.passes.layout import channels_last, contiguous, readable, reshape
-from torch_nimble.lower.passes.together import Pair, find_pairs, find_siblings, merge
+from torch_nimble.lower.passes.together import find_siblings, merge
 
 
 def use_kernels(graph: fx.Graph, constants: frozenset[str], chosen: Mapping[str, str]) -> dict[str, int]:
@@ -29,56 +29,12 @@ def use_kernels(graph: fx.Graph, constants: frozenset[str], chosen: Mapping[str,
             merge(graph, group.members)
             counts[name] = counts.get(name, 0) + 1
     sites = find_sites(graph, constants) if counts else sites
-    pairs = [
-        pair
-        for pair in find_pairs(graph, sites)
-        if chosen.get(str(pair.site), APART) not in (APART, LIBRARY)
-    ]
-    first, second = {pair.deep for pair in pairs}, {pair.point: pair for pair in pairs}
     for found in sites:
-        pair = second.get(found)
-        site = str(pair.site if pair is not None else found.site)
-        if found in first or chosen.get(site, LIBRARY) == LIBRARY:
-            continue
-        result = found.nodes[-1]
-        if pair is not None:
-            instead[result] = _replace_pair(graph, pair, chosen[site], instead)
-        else:
-            instead[result] = _replace(graph, found, chosen[site], instead)
-        counts[site] = counts.get(site, 0) + 1
+        site = str(found.site)
+        if chosen.get(site, LIBRARY) != LIBRARY:
+            instead[found.nodes[-1]] = _replace(graph, found, chosen[site], instead)
+            counts[site] = counts.get(site, 0) + 1
     return counts
-
-
-def _replace_pair(
-    graph: fx.Graph, pair: Pair, config: str, instead: Mapping[fx.Node, fx.Node]
-) -> fx.Node:
-    """One operator instead of two layers."""
-    site, node, last = pair.site, pair.point.nodes[0], pair.point.nodes[-1]
-
-    def given(value: Any, to: Any, *more: Any) -> fx.Node | None:
-        return None if value is None else graph.call_function(to, (instead.get(value, value), *more))
-
-    rounded = Way.parse(config).precision == "tf32"
-    with graph.inserting_before(node):
-        made = graph.call_function(
-            convolve_separably,
-            (
-                given(pair.deep.x, readable),
-                given(node.args[1], lay_out, "dense", rounded),
-                given(bias_of(node), contiguous),
-                given(pair.point.added, channels_last),
-                given(pair.deep.nodes[0].args[1], lay_out, "depthwise", False),
-                given(bias_of(pair.deep.nodes[0]), contiguous),
-                list(site.window.numbers()),
-                site.before,
-                site.between,
-                site.after,
-                config,
-            ),
-        )
-        made.meta = {**node.meta, "val": last.meta["val"]}
-    put(graph, made, [*pair.deep.nodes, *pair.point.nodes])
-    return made
 
 
 def _replace(graph: fx.Graph, found: Found, config: str, instead: Mapping[fx.Node, fx.Node]) -> fx.Node:

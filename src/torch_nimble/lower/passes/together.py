@@ -1,7 +1,7 @@
-"""Layers that can be carried out together.
+"""Layers that can be one.
 
-`find_pairs` looks for a depthwise and a 1×1 convolution that one kernel could carry out, `find_siblings`
-for convolutions that read the same image and could be one. Whether that pays is not decided here.
+`find_siblings` looks for convolutions that read the same image, `merge` makes one of them. Whether that
+pays is not decided here.
 """
 
 from __future__ import annotations
@@ -14,16 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from torch_nimble.kernels.sites import Siblings, Site, configs
-from torch_nimble.lower.passes.layers import (
-    Found,
-    Writes,
-    bias_of,
-    is_addressable,
-    only_user,
-    put,
-    shape_of,
-)
+from torch_nimble.kernels.sites import Siblings
+from torch_nimble.lower.passes.layers import Found, Writes, bias_of, is_addressable, put, shape_of
 
 _aten = torch.ops.aten
 _READ_PARTS = frozenset(
@@ -38,39 +30,11 @@ _READ_PARTS = frozenset(
 
 
 @dataclass(frozen=True, eq=False)
-class Pair:
-    """A depthwise and a 1×1 convolution that one kernel can carry out."""
-
-    site: Site
-    deep: Found
-    point: Found
-
-
-@dataclass(frozen=True, eq=False)
 class Group:
     """Convolutions of one image that can become one."""
 
     siblings: Siblings
     members: tuple[Found, ...]
-
-
-def find_pairs(graph: fx.Graph, sites: Sequence[Found]) -> list[Pair]:
-    """Those of a graph's sites that follow each other with nothing else in between."""
-    written = Writes(graph)
-    makers = {found.nodes[-1]: found for found in sites}
-    pairs = []
-    for point in sites:
-        deep = makers.get(point.x)
-        if deep is None or (deep.site.kind, point.site.kind) != ("depthwise", "dense"):
-            continue
-        if not point.site.window.is_point or deep.site.adds:
-            continue
-        if only_user(point.x) is not point.nodes[0]:
-            continue
-        site = Site.separable(deep.site, point.site)
-        if configs(site, "full") and not written.between(deep.nodes[0], point.nodes[0]):
-            pairs.append(Pair(site, deep, point))
-    return pairs
 
 
 def find_siblings(graph: fx.Graph, sites: Sequence[Found]) -> list[Group]:
