@@ -23,10 +23,8 @@ def convolutions_may_use_tf32() -> bool:
         return bool(torch.backends.cudnn.conv.fp32_precision == "tf32")  # type: ignore[attr-defined]
 
 
-def profiling() -> bool:
-    """Whether this thread is being profiled by torch."""
-    return torch._C._autograd._profiler_enabled()
-
+profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
+"""Whether this thread is being profiled by torch."""
 
 _ATTENTION: tuple[Callable[[], bool], ...] = (
     torch.backends.cuda.flash_sdp_enabled,

@@ -70,7 +70,7 @@ class Prepared:
     @property
     def draws(self) -> bool:
         """Whether a call moves the random generator on."""
-        return any(buffer.kind == "generator" for buffer in self.choice.lowered.graph.buffers)
+        return self.choice.lowered.graph.draws
 
     def run(self, tensors: Sequence[torch.Tensor]) -> Any:
         """One call: the result in the model's own structure, its tensors the caller's to keep."""

@@ -25,6 +25,9 @@ MISS: Final = object()
 """Not such a call."""
 
 
+# Names that every call needs, looked up once. Builds of torch without CUDA lack the last.
+_TENSOR, _STRIDED = torch.Tensor, torch.strided
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 _forks = [0]
 
 
@@ -77,12 +80,12 @@ class QuickCall:
         index = self._index
         if len(tensors) != self._count or _forks[0] != self._forks or profiling():
             return MISS
-        if torch._C._cuda_getDevice() != index:  # the driver copies on the current device
+        if _current_device() != index:  # the driver copies on the current device
             return MISS
         for tensor, (shape, dtype) in zip(tensors, self._kinds, strict=True):
             if (
-                type(tensor) is not torch.Tensor
-                or tensor.layout is not torch.strided
+                type(tensor) is not _TENSOR
+                or tensor.layout is not _STRIDED
                 or tensor.get_device() != index
                 or tensor.dtype is not dtype
                 or tensor.shape != shape

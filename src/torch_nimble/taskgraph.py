@@ -140,6 +140,11 @@ class TaskGraph:
         return tuple(tuple(sorted(vs)) for vs in after)
 
     @property
+    def draws(self) -> bool:
+        """Whether some task moves the random generator on."""
+        return any(buffer.kind == "generator" for buffer in self.buffers)
+
+    @property
     def has_costs(self) -> bool:
         """Whether every task has a cost."""
         return all(task.cost_us is not None for task in self.tasks)

@@ -287,10 +287,10 @@ class _Saved(torch.autograd.Function):
 
 
 def _saved(tensors: list[torch.Tensor]) -> Any:
-    """These tensors as they are now, for `_unwritten`."""
+    """A result whose backward would need these tensors as they are now."""
 
     def save() -> Any:
-        return _Saved.apply(torch.zeros((), requires_grad=True), tensors).grad_fn  # type: ignore[no-untyped-call]
+        return _Saved.apply(torch.zeros((), requires_grad=True), tensors)  # type: ignore[no-untyped-call]
 
     # A caller's modes, and hooks on what is saved, are not on in another thread.
     with ThreadPoolExecutor(1) as thread:
@@ -303,7 +303,7 @@ def _unwritten(saved: Any) -> bool:
     That takes half the time of asking each of them from here.
     """
     try:
-        saved.saved_tensors  # noqa: B018
+        saved.grad_fn.saved_tensors  # noqa: B018
     except RuntimeError:
         return False
     return True

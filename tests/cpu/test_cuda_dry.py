@@ -78,6 +78,22 @@ class Graph(BaseGraph):
     def capture_end(self) -> None: ...
 
 
+class Generator:
+    """Of a device; what is a part of a capture is a copy of it."""
+
+    def __init__(self) -> None:
+        self.state = 0
+
+    def graphsafe_get_state(self) -> int:
+        return self.state
+
+    def clone_state(self) -> int:
+        return self.state + 1
+
+    def graphsafe_set_state(self, state: int) -> None:
+        self.state = state
+
+
 class Streams:
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -99,6 +115,7 @@ def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
         "device": lambda device: contextlib.nullcontext(),
         "current_stream": lambda device=None: current,
         "graph_pool_handle": lambda: (0, 1),
+        "default_generators": {None: Generator()},
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)

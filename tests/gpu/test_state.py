@@ -394,15 +394,36 @@ def test_a_graph_is_captured_in_a_call_while_another_engine_prepares() -> None:
     torch.manual_seed(0)
     model, other = Cached().to(DEVICE).eval(), ready(narrow())
     with nimble.compile(model, step()) as fast:
+        x, steps = rows(4), [step() for _ in range(12)]
 
         def work(i: int) -> None:
             if i == 0:
-                with nimble.compile(other, (rows(4),)) as made:
-                    assert_close(made(rows(4) * 0 + 1), eager(other, rows(4) * 0 + 1))
+                with nimble.compile(other, (x,)) as made:
+                    assert_close(made(x + 1), eager(other, x + 1))
                 return
-            for _ in range(12):  # each with a cache in another place
-                inputs = step()
+            for inputs in steps:  # each with a cache in another place
                 copies = [tensor.clone() for tensor in inputs]
                 assert_close(fast(*inputs), eager(model, *copies))
 
         in_threads(2, work)
+
+
+def test_other_threads_draw_numbers_while_a_graph_is_captured() -> None:
+    model = ready(narrow())
+    x = rows(4)
+    with nimble.compile(model, (x,)) as fast:
+        fast(x)
+        torch.cuda.manual_seed(5)
+        expected = [rows(4), rows(4), rows(4)]
+        torch.cuda.manual_seed(5)
+        drawn = [rows(4)]
+
+        def draw(launch: object) -> None:
+            if len(drawn) == 1:
+                in_threads(1, lambda i: drawn.append(rows(4)))
+
+        fast._latest().choice.executable._capture([x], draw)
+        drawn.append(rows(4))
+        for tensor, other in zip(drawn, expected, strict=True):
+            assert_equal(tensor, other)
+        assert_close(fast(x), eager(model, x))

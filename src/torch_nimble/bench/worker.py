@@ -40,6 +40,7 @@ _CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 _TF32_TOLERANCE = 2e-2
 _UPDATE_OFF = 0.5
 """The largest error of an update: gradients of deep networks are far less exact than their results."""
+_CALLS_IN_A_ROW = 20
 
 Report = Callable[[Json], None]
 
@@ -324,7 +325,7 @@ def cost(part: Part, report: Report) -> Json:
 
 
 def call_path(part: Part, report: Report) -> Json:
-    """Host microseconds of calls that nobody waits for, each on an idle device.
+    """Host microseconds of calls that nobody waits for, each on an idle device, some in a row.
 
     `launched` is the time until our graph is on its way, beside a bare replay of that graph.
     """
@@ -345,7 +346,7 @@ def call_path(part: Part, report: Report) -> Json:
         acts["cudagraph"] = lambda: captured(*args, **kwargs)
     taken: dict[str, list[float]] = {name: [] for name in [*acts, *(["launched"] if launched else [])]}
     report({"stage": MEASURING})
-    for _, (name, act) in itertools.product(range(20 * part.rounds), acts.items()):
+    for _, (name, act), _ in itertools.product(range(part.rounds), acts.items(), range(_CALLS_IN_A_ROW)):
         subject.synchronize()
         start = time.perf_counter()
         act()

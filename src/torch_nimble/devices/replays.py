@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torch_nimble.execute.streams import Streams, abandon
+from torch_nimble.execute.streams import Streams, abandon, begin
 from torch_nimble.execute.walk import no_garbage_collection
 
 _NUMBER = -3
@@ -34,7 +34,7 @@ class Replays:
             work()
             self._stream.synchronize()
             with no_garbage_collection():
-                graph.capture_begin(self._pool, capture_error_mode="thread_local")
+                begin(graph, self.device, self._pool)
                 try:
                     work()
                     graph.capture_end()

@@ -88,18 +88,14 @@ class Port:
         if address != self._address:
             self._address = 0  # an interrupt may come at any time
             setattr(self._copy, self._far, address)
-            if self._asked(self._move, self._where, self._context):
+            rest = self._where, self._context
+            if self._move(self._exec, self._node, *rest) and self._asked(self._move, *rest):
                 self.close()
                 return False
             self._address = address
         if not self.is_open:
             self._let(open=True)
         return True
-
-    def fresh(self, output: Tensor) -> Tensor | None:
-        """New memory that the next launch leaves a result in; None if the driver does not let it."""
-        made = torch.empty_like(output)
-        return made if self.to(made.data_ptr()) else None
 
     def close(self) -> None:
         """Let the next launches go past it."""

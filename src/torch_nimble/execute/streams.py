@@ -56,6 +56,22 @@ class Streams:
         return self._made[key]
 
 
+def begin(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any, *, draws: bool = False) -> None:
+    """Start to capture on the current stream of that device; tell if what is captured draws numbers.
+
+    Other threads cannot draw from a generator that is a part of a capture, as torch makes the device's
+    one of every capture. It gets a copy where nothing is drawn.
+    """
+    generator = torch.cuda.default_generators[device.index]
+    own = generator.graphsafe_get_state()
+    if not draws:
+        generator.graphsafe_set_state(generator.clone_state())
+    try:
+        graph.capture_begin(pool, capture_error_mode="thread_local")
+    finally:
+        generator.graphsafe_set_state(own)
+
+
 def abandon(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
     """End a capture that failed: torch throws before it lets go of the pool and of the generator."""
     with contextlib.suppress(RuntimeError):

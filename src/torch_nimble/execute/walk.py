@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from torch_nimble.execute.room import Room
-from torch_nimble.execute.streams import abandon
+from torch_nimble.execute.streams import abandon, begin
 from torch_nimble.lower import Lowered
 from torch_nimble.lower.observe import storage_of, tensors_in
 from torch_nimble.lower.program import Call, resolve
@@ -96,7 +96,7 @@ class Walk:
         # Not the whole device: that would break a capture of somebody else's.
         torch.cuda.current_stream().synchronize()
         with no_garbage_collection(), torch.cuda.stream(origin):
-            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            begin(graph, self._room.device, self._pool, draws=self._lowered.graph.draws)
             try:
                 if around is not None:
                     around.before(origin)

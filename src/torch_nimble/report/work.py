@@ -103,11 +103,9 @@ def fetched_bytes(graph: TaskGraph) -> tuple[float, ...]:
 def _layer(shapes: Sequence[Shape], made: Sequence[Shape], moved: float) -> Work:
     """Our operator: its image and its weight, which is window and channels by channels made.
 
-    The weight of a linear layer, whose rows are images of one pixel, lies the other way round, and that
-    for a library is as torch has it.
+    The weight of a linear layer, whose rows are images of one pixel, lies the other way round.
     """
-    image, given, *_ = *shapes, (1, 1)
-    weight = given if len(given) == 2 else (math.prod(given[1:]), given[0])
+    image, weight, *_ = *shapes, (1, 1)
     is_image = len(image) == 4 and image[2:] != (1, 1)
     is_depthwise = is_image and weight[1] == image[1] and weight[0] % image[1] != 0
     depth = float(weight[0] if weight[1] in made[0][1:2] else weight[1])

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torch_nimble.errors import NimbleWarning, OptionError
-from torch_nimble.execute.streams import Streams, abandon
+from torch_nimble.execute.streams import Streams, abandon, begin
 
 Key = tuple[tuple[int, int], ...]
 _NUMBER = -5
@@ -101,7 +101,7 @@ class Processes:
             torch.cuda.graph_pool_handle(),
         )
         with streams.lock, torch.cuda.device(device), torch.cuda.stream(stream):
-            graph.capture_begin(pool, capture_error_mode="thread_local")
+            begin(graph, device, pool)
             try:
                 self._exchange(tensors)
                 graph.capture_end()
