@@ -88,10 +88,11 @@ def test_the_work_of_a_layer_is_that_of_its_shapes() -> None:
     assert work_of(graph.tasks[1], buffers) == Work("elementwise", 512, results=128)
 
 
-def test_the_work_of_a_linear_layer_is_that_of_its_shapes() -> None:
+@pytest.mark.parametrize("shape", [(768, 192), (768 * 192,)])
+def test_the_work_of_a_linear_layer_is_that_of_its_shapes(shape: tuple[int, ...]) -> None:
     buffers = {
         "x": Buffer("x", "input", 1536, "float16", (1, 4, 192)),
-        "w": Buffer("w", "constant", 192 * 768 * 2, "float16", (768, 192)),
+        "w": Buffer("w", "constant", 192 * 768 * 2, "float16", shape),
         "y": Buffer("y", "temporary", 6144, "float16", (4, 768, 1, 1)),
     }
     task = Task("y", "torch_nimble.convolve.default", (Region("x"), Region("w")), (Region("y"),))

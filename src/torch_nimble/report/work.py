@@ -107,8 +107,8 @@ def _layer(shapes: Sequence[Shape], made: Sequence[Shape], moved: float) -> Work
     """
     image, weight, *_ = *shapes, (1, 1)
     is_image = len(image) == 4 and image[2:] != (1, 1)
-    is_depthwise = is_image and weight[1] == image[1] and weight[0] % image[1] != 0
-    depth = float(weight[0] if weight[1] in made[0][1:2] else weight[1])
+    is_depthwise = is_image and weight[1:] == image[1:2] and weight[0] % image[1] != 0
+    depth = math.prod(weight) / (made[0][1] if len(made[0]) > 1 else weight[-1])
     results = float(sum(map(math.prod, made)))
     family = "depthwise" if is_depthwise else "layer"
     return Work(family, moved, 2.0 * results * depth, depth, results)
