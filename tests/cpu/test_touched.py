@@ -84,6 +84,7 @@ def test_with_the_versions_of_this_python() -> None:
         lambda: tables[1].pop("a"),
         lambda: tables[2].__setitem__("b", 3),
         lambda: tables[2].clear(),
+        lambda: tables[2].update(b=3),
     ):
         watched = Tables(tables)
         assert watched.untouched()
