@@ -5,8 +5,9 @@ guards can tell the version of a dict, which moves with each change. Since Pytho
 versions from a watcher: one counter, moved by changes of watched dicts only, from which each of them
 takes its version. A dict nobody has seen takes the next number, so asking for the version of a new one
 reads the counter, and one look stands for all dicts; all but the empty ones, for to fill those by
-`update` is told to watchers as something else (an OrderedDict is filled one by one). With older Pythons, where every dict of the process moves
-the counter, and wherever it does not behave so, each dict is looked at.
+`update` is told to watchers as something else (an OrderedDict is filled one by one). With older Pythons,
+where every dict of the process moves the counter, and wherever it does not behave so, each dict is
+looked at.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -85,22 +86,25 @@ def check_kernels(
         outs = channels if is_depthwise else made
         weight = random(outs, 1 if is_depthwise else channels, *window.kernel)
         bias, groups = random(outs), channels if is_depthwise else 1
+        scaled = torch.stack([random(outs), bias]).float()
         geometry_of = (window.stride, window.padding, window.dilation, groups)
         exact = F.conv2d(ACTIVATIONS[before](x.double()), weight.double(), None, *geometry_of)
         added = random(*exact.shape).contiguous(memory_format=torch.channels_last)
         for surrounded in (True, False):
             ends = {"has_bias": surrounded, "adds": surrounded, "after": after if surrounded else ""}
             name = str(dtype).removeprefix("torch.")
-            site = Site(size, outs, window, name, kind, before, **ends)
-            wanted = exact
-            if surrounded:
-                sums = exact + bias.double()[:, None, None] + added.double()
-                wanted = ACTIVATIONS[after](sums)
-            tried = configs(site, "full", tf32) + (CUT if kind == "dense" else ())
-            for config in tried[:: every if surrounded else len(tried)]:
-                rounded = Way.parse(config).precision == "tf32"
+            plain = Site(size, outs, window, name, kind, before, **ends)
+            tried = configs(plain, "full", tf32) + (CUT if kind == "dense" else ())
+            for number, config in enumerate(tried[:: every if surrounded else len(tried)]):
+                site = replace(plain, is_scaled=surrounded and number % 2 == 0)
+                wanted = exact
+                if surrounded:
+                    factors = scaled.double()[0, :, None, None] if site.is_scaled else 1.0
+                    sums = exact * factors + bias.double()[:, None, None] + added.double()
+                    wanted = ACTIVATIONS[after](sums)
+                laid_out = lay_out(weight, kind, Way.parse(config).precision == "tf32")
                 given = x if surrounded else x.contiguous(memory_format=torch.channels_last)
-                found = run(site, config, given, lay_out(weight, kind, rounded), bias, added)
+                found = run(site, config, given, laid_out, scaled if site.is_scaled else bias, added)
                 assert_near(found, wanted, allowed)
 
 
@@ -165,15 +169,24 @@ def convolve(
     made, taps = weight.shape[0 if is_linear else 1], window[0] * window[1]
     rows = taps * (1 if is_depthwise else channels)
     assert weight.shape == ((made, rows) if is_linear else (rows, made))
-    assert bias is None or bias.shape == (made,)
+    factors = None
+    if bias is not None and bias.dim() == 2:
+        assert (bias.dtype, bias.shape) == (torch.float32, (2, made))
+        factors, bias = bias[:, :, None, None]
+    assert bias is None or factors is not None or bias.shape == (made,)
     # From (place, channel, channel made) back to (channel made, channel, row, column).
     laid_out = weight.t() if is_linear else weight
     kernel = laid_out.reshape(taps, -1, made).permute(2, 1, 0).reshape(made, -1, *window[:2])
     groups = channels if is_depthwise else 1
     stride, padding, dilation = (tuple(window[i : i + 2]) for i in (2, 4, 6))
-    result = F.conv2d(ACTIVATIONS[before](x), kernel, bias, stride, padding, dilation, groups)
+    geometry = (stride, padding, dilation, groups)
+    if factors is not None:
+        wide = F.conv2d(ACTIVATIONS[before](x).float(), kernel.float(), None, *geometry)
+        result = wide * factors + bias
+    else:
+        result = F.conv2d(ACTIVATIONS[before](x), kernel, bias, *geometry)
     assert added is None or added.shape == result.shape
-    result = ACTIVATIONS[after](result if added is None else result + added)
+    result = ACTIVATIONS[after](result if added is None else result + added).to(x.dtype)
     return result.contiguous(memory_format=torch.channels_last).clone(memory_format=torch.channels_last)
 
 

@@ -5,6 +5,7 @@ Our kernels need a GPU. Here a plain implementation of their operator stands in 
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections import Counter
@@ -284,6 +285,35 @@ def test_batch_norm_is_folded_before_sites_are_looked_for() -> None:
     assert ends_of(made) == [("", False, "relu")]
     assert made.sites[0].has_bias
     assert made.count("batch_norm") == made.count("relu") == 0
+
+
+NORMED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "dense": (lambda: nn.Conv2d(4, 6, 3, padding=1), (2, 4, 5, 5)),
+    "no bias": (lambda: nn.Conv2d(4, 6, 3, bias=False), (2, 4, 5, 5)),
+    "depthwise": (lambda: nn.Conv2d(6, 6, 3, padding=1, groups=6), (2, 6, 5, 5)),
+    "linear": (lambda: nn.Linear(4, 6), (9, 4)),
+}
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", NORMED)
+def test_short_weights_are_not_rounded_once_more_by_a_batch_norm(
+    name: str, dtype: torch.dtype, affine: bool
+) -> None:
+    make, size = NORMED[name]
+    norm = (nn.BatchNorm1d if name == "linear" else nn.BatchNorm2d)(6, affine=affine)
+    randomise_batch_norm(norm)
+    model = nn.Sequential(make(), norm, nn.ReLU()).to(dtype).eval()
+    x = torch.randn(size).to(dtype)
+    made = rewritten(captured_of(model, x))
+    assert [site.is_scaled for site in made.sites] == [dtype != torch.float32]
+    assert made.sites[0].has_bias
+    exact = eager(copy.deepcopy(model).double(), x.double())
+    for (result,) in (made.run(x), made.run_split(x)):
+        assert_close(result, exact.to(dtype))
+        differ = (result != exact.to(dtype)).double().mean()  # only what is halfway between two numbers
+        assert differ <= 0.03 or dtype == torch.float32
 
 
 def test_images_in_either_layout_are_taken() -> None:

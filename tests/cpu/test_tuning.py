@@ -300,6 +300,9 @@ EXAMPLES = [
     Site((7, 6, 1, 1), 5, Window((1, 1)), "float32", "linear", has_bias=True, adds=True, after="silu"),
     site(dtype="float16", has_bias=True, after="relu6"),
     site(window=Window((3, 2), (2, 1), (1, 0))),
+    site(dtype="float16", has_bias=True, is_scaled=True, adds=True, after="relu"),
+    site(4, kind="depthwise", dtype="float16", has_bias=True, is_scaled=True),
+    Site((7, 6, 1, 1), 5, Window((1, 1)), "float16", "linear", has_bias=True, is_scaled=True),
 ]
 FUNCTIONS = {
     "": lambda x: x,
@@ -318,7 +321,9 @@ def by_torch(example: examples.Example, one: Site, number: int, **left_out: Any)
     window, groups = one.window, one.image[1] if one.kind == "depthwise" else 1
     geometry = (window.stride, window.padding, window.dilation, groups)
     made = F.conv2d(FUNCTIONS[parts["before"]](x.float()), weight.float(), None, *geometry)
-    made = made if parts["bias"] is None else made + parts["bias"].float()[:, None, None]
+    if parts["bias"] is not None:
+        *factors, biases = parts["bias"].float().reshape(-1, one.made, 1, 1)
+        made = made * (factors[0] if factors and "factors" not in left_out else 1) + biases
     made = made if parts["added"] is None else made + parts["added"].float()
     return FUNCTIONS[parts["after"]](made).to(x.dtype)
 
@@ -344,6 +349,8 @@ def test_what_is_as_good_as_torch_may_win_and_what_is_wrong_may_not(one: Site) -
         if has_it[name]:
             fault = example.fault(lambda number, n=name, v=nothing: right(number, **{n: v}))
             assert "off by" in fault, name
+    if one.is_scaled:
+        assert "off by" in example.fault(lambda number: right(number, factors=None))
     assert "off by" in example.fault(lambda number: right(number) * 1.01)
     assert "off by" in example.fault(lambda number: right(number) * math.nan)
 

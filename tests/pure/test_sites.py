@@ -65,8 +65,9 @@ def sites(draw: st.DrawFn, dtypes: tuple[str, ...] = DTYPES) -> Site:
         kind=kind,
         before=draw(st.sampled_from(BEFORE)),
         after=draw(st.sampled_from(ACTIVATIONS)),
-        has_bias=draw(st.booleans()),
+        has_bias=(has_bias := draw(st.booleans())),
         adds=draw(st.booleans()),
+        is_scaled=has_bias and draw(st.booleans()),
     )
 
 
@@ -97,6 +98,7 @@ CHANGES: dict[str, Callable[[Site], Site]] = {
     "before as after": lambda s: replace(s, before=s.after, after=s.before),
     "bias": lambda s: replace(s, has_bias=not s.has_bias),
     "sum": lambda s: replace(s, adds=not s.adds),
+    "scaled": lambda s: replace(s, is_scaled=not s.is_scaled),
     "bias as sum": lambda s: replace(s, has_bias=s.adds, adds=s.has_bias),
     "kind": lambda s: replace(s, kind="dense" if s.kind != "dense" else "depthwise", made=s.image[1]),
 }
@@ -131,12 +133,12 @@ def test_a_site_is_read_back_from_its_text(site: Site) -> None:
 
 def test_texts_of_all_small_sites_are_different() -> None:
     small = [
-        Site(image, made, window, dtype, kind, before, after, has_bias, adds)  # type: ignore[arg-type]
+        Site(image, made, window, dtype, kind, before, after, *ends)  # type: ignore[arg-type]
         for image in ((1, 2, 3, 1), (1, 2, 1, 3), (1, 23, 1, 1), (12, 3, 1, 1))
         for window in (Window((1, 1)), Window((1, 1), (2, 2)), Window((1, 1), (1, 1), (2, 2)))
         for kind, made in (("dense", 2), ("dense", 23), ("depthwise", image[1]))
         for dtype, before, after in product(DTYPES, ("", "relu", "relu6"), ("", "relu", "relu6"))
-        for has_bias, adds in product((True, False), repeat=2)
+        for ends in product((True, False), repeat=3)
     ]
     assert len({str(site) for site in small}) == len(set(small)) == len(small)
 

@@ -54,7 +54,11 @@ class Example:
 
         def some() -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
             weight = (random(site.made, summed, *kernel) * scale).to(self._dtype)
-            bias = random(site.made).to(self._dtype) if site.has_bias else None
+            bias = None
+            if site.is_scaled:
+                bias = torch.stack([random(site.made).exp(), random(site.made)])
+            elif site.has_bias:
+                bias = random(site.made).to(self._dtype)
             added = image(*size) if site.adds else None
             return image(images, channels, height, width), weight, bias, added
 
@@ -66,6 +70,11 @@ class Example:
         self._for_library = [
             weight.contiguous(memory_format=torch.channels_last) for _, weight, *_ in self.tensors
         ]
+        # Factors are a part of its weights.
+        self._biases = [
+            None if bias is None else bias.reshape(-1, site.made)[-1].to(self._dtype)
+            for _, _, bias, _ in self.tensors
+        ]
         self._check = _Check(self._part(torch.double), self._part(self._dtype))
 
     def _part(self, dtype: torch.dtype) -> Tensor:
@@ -75,26 +84,28 @@ class Example:
         bias = None if biases is None else biases.to(dtype)
         added = None if sums is None else sums[-self._count :].to(dtype)
         x = _ACTIVATIONS[self._site.before](x)
-        if self._site.kind == "linear":
-            made = F.linear(x.flatten(1), weight.flatten(1), bias)[:, :, None, None]
-        else:
-            made = self._convolved(x, weight)
-            made = made if bias is None else made + bias[:, None, None]
+        made = self._summed_up(x, weight)
+        if bias is not None:
+            *factors, biases = bias.reshape(-1, self._site.made, 1, 1)
+            made = made * factors[0] + biases if factors else made + biases
         return _ACTIVATIONS[self._site.after](made if added is None else made + added)
 
-    def _convolved(self, x: Tensor, weight: Tensor) -> Tensor:
+    def _summed_up(self, x: Tensor, weight: Tensor) -> Tensor:
+        if self._site.kind == "linear":
+            return F.linear(x.flatten(1), weight.flatten(1))[:, :, None, None]
         window = self._site.window
         groups = self._site.image[1] if self._site.kind == "depthwise" else 1
         return F.conv2d(x, weight, None, window.stride, window.padding, window.dilation, groups)
 
     def library(self, number: int) -> Tensor:
         """What torch would launch for a set."""
-        x, weight, bias, added = self.tensors[number]
+        x, weight, _, added = self.tensors[number]
         ends = self._site.after or added is not None
+        bias = self._biases[number]
         if self._site.kind == "linear":
             made = F.linear(x.flatten(1), weight.flatten(1), bias)
             return made.relu_() if ends else made
-        made = self._convolved(x, self._for_library[number])
+        made = self._summed_up(x, self._for_library[number])
         if bias is not None:
             return made.add_(bias[:, None, None])
         return made.relu_() if ends else made

@@ -36,6 +36,8 @@ from torch_nimble.kernels.parts import (
 )
 from torch_nimble.kernels.sites import Site, Way
 
+_NO_ENDS = {"HAS_BIAS": False, "IS_SCALED": False, "ADDS": False, "AFTER": ""}
+
 
 def launches(site: Site, way: Way) -> tuple[Launch, ...]:
     """What to launch for a site."""
@@ -45,11 +47,12 @@ def launches(site: Site, way: Way) -> tuple[Launch, ...]:
     ends = {
         "RESULT": (site.image[0], rows, columns, site.made),
         "HAS_BIAS": site.has_bias,
+        "IS_SCALED": site.is_scaled,
         "ADDS": site.adds,
         "AFTER": site.after,
     }
     constants = {
-        **(ends if parts == 1 else {**ends, "HAS_BIAS": False, "ADDS": False, "AFTER": ""}),
+        **(ends if parts == 1 else {**ends, **_NO_ENDS}),
         "IMAGE": site.image,
         "WINDOW": site.window.numbers(),
         "IS_POINT": site.window.is_point,
@@ -88,6 +91,7 @@ def _convolution(  # type: ignore[no-untyped-def]
     GATHERED: tl.constexpr,
     LINEAR: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    IS_SCALED: tl.constexpr,
     ADDS: tl.constexpr,
     BEFORE: tl.constexpr,
     AFTER: tl.constexpr,
@@ -154,7 +158,21 @@ def _convolution(  # type: ignore[no-untyped-def]
     let_next_start(EARLY)
     if PARTS > 1:
         out += tl.program_id(2) * (RESULT[0] * RESULT[1] * RESULT[2] * RESULT[3])
-    store(out, total, bias, added, pixel, of_result, known, is_made, RESULT[3], HAS_BIAS, ADDS, AFTER)
+    store(
+        out,
+        total,
+        bias,
+        added,
+        pixel,
+        of_result,
+        known,
+        is_made,
+        RESULT[3],
+        HAS_BIAS,
+        IS_SCALED,
+        ADDS,
+        AFTER,
+    )
 
 
 @triton.jit
@@ -178,6 +196,7 @@ def _added_up(  # type: ignore[no-untyped-def]
     out,
     RESULT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    IS_SCALED: tl.constexpr,
     ADDS: tl.constexpr,
     AFTER: tl.constexpr,
     PARTS: tl.constexpr,
@@ -196,4 +215,18 @@ def _added_up(  # type: ignore[no-untyped-def]
     wait_for_earlier(EARLY)
     for part in tl.static_range(PARTS):
         total += tl.load(x + part * (COUNT * RESULT[3]) + place, mask=mask, other=0.0)
-    store(out, total, bias, added, pixel, of_result, known, is_made, RESULT[3], HAS_BIAS, ADDS, AFTER)
+    store(
+        out,
+        total,
+        bias,
+        added,
+        pixel,
+        of_result,
+        known,
+        is_made,
+        RESULT[3],
+        HAS_BIAS,
+        IS_SCALED,
+        ADDS,
+        AFTER,
+    )

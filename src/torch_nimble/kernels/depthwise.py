@@ -35,6 +35,7 @@ def launches(site: Site, way: Way) -> tuple[Launch, ...]:
         "RESULT": (site.image[0], rows, columns),
         "WINDOW": site.window.numbers(),
         "HAS_BIAS": site.has_bias,
+        "IS_SCALED": site.is_scaled,
         "ADDS": site.adds,
         "BEFORE": site.before,
         "AFTER": site.after,
@@ -57,6 +58,7 @@ def _depthwise(  # type: ignore[no-untyped-def]
     RESULT: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    IS_SCALED: tl.constexpr,
     ADDS: tl.constexpr,
     BEFORE: tl.constexpr,
     AFTER: tl.constexpr,
@@ -81,4 +83,6 @@ def _depthwise(  # type: ignore[no-untyped-def]
         scale = tl.load(weight + tap * IMAGE[1] + channel, mask=there, other=0.0)
         total += activate(values.to(tl.float32), BEFORE) * scale.to(tl.float32)[None, :]
     let_next_start(EARLY)
-    store(out, total, bias, added, pixel, channel, known, there, IMAGE[1], HAS_BIAS, ADDS, AFTER)
+    store(
+        out, total, bias, added, pixel, channel, known, there, IMAGE[1], HAS_BIAS, IS_SCALED, ADDS, AFTER
+    )

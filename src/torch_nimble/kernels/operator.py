@@ -1,7 +1,8 @@
 """The operator that stands for our kernels in a graph: `torch_nimble::convolve`.
 
 Which kernel carries it out is an argument, chosen ahead of time. Its weight is laid out by `lay_out`,
-its result is channels-last, its image is so or some channels of one that is (`pitch_of`).
+its result is channels-last, its image is so or some channels of one that is (`pitch_of`). A bias of two
+rows of float32 has factors for the channels of the result in the first.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ def site_of(
         after=after,
         has_bias=bias is not None,
         adds=added is not None,
+        is_scaled=bias is not None and bias.dim() == 2,
     )
 
 
@@ -172,7 +174,7 @@ def compile_ahead(site: Site, config: str, pitch: int | None, capability: int, c
     try:
         for launch in launches_of(site, config, capability, pitch):
             made = torch.float32 if launch.parts > 1 else dtype
-            types = (given, dtype, dtype, dtype, made)
+            types = (given, dtype, torch.float32 if site.is_scaled else dtype, dtype, made)
             launch.kernel.warmup(*types, grid=launch.grid, **launch.constants)
             given = made
     finally:  # others compile in this process, too

@@ -99,10 +99,15 @@ def store(  # type: ignore[no-untyped-def]
     is_made,
     COUNT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    IS_SCALED: tl.constexpr,
     ADDS: tl.constexpr,
     AFTER: tl.constexpr,
 ):
-    """Write pixels of a result of so many channels, after a bias, a tensor to add and an activation."""
+    """Write pixels of a result of so many channels, after a factor and a bias for each of them, a
+    tensor to add and an activation. The factors lie before the biases."""
+    if IS_SCALED:
+        total *= tl.load(bias + channel, mask=is_made, other=0.0).to(tl.float32)[None, :]
+        bias += COUNT
     if HAS_BIAS:
         total += tl.load(bias + channel, mask=is_made, other=0.0).to(tl.float32)[None, :]
     mask = known[:, None] & is_made[None, :]

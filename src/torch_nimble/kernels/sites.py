@@ -89,6 +89,8 @@ class Site:
     has_bias: bool = False
     adds: bool = False
     """Whether another tensor is added to the result, before the activation."""
+    is_scaled: bool = False
+    """Whether channels are multiplied by numbers of their own before their bias is added."""
 
     def __str__(self) -> str:
         """A name for people and files; equal for equal sites only."""
@@ -107,7 +109,8 @@ class Site:
             if getattr(window, name) != getattr(usual, name)
         ]
         words += [f"{self.before} before"] if self.before else []
-        words += [name for name in ("bias" * self.has_bias, "sum" * self.adds, self.after) if name]
+        ends = ("scaled" * self.is_scaled, "bias" * self.has_bias, "sum" * self.adds, self.after)
+        words += [name for name in ends if name]
         return " ".join(words)
 
     @classmethod
@@ -126,7 +129,7 @@ class Site:
             words = words[2:]
         before = words[0] if words[1:2] == ["before"] else ""
         ends = words[2:] if before else words
-        after = [word for word in ends if word not in ("bias", "sum")]
+        after = [word for word in ends if word not in ("scaled", "bias", "sum")]
         images, channels, height, width = (*sizes, 1, 1)[:4]
         return cls(
             (images, channels, height, width),
@@ -138,6 +141,7 @@ class Site:
             after[0] if after else "",
             "bias" in ends,
             "sum" in ends,
+            "scaled" in ends,
         )
 
 

@@ -24,6 +24,7 @@ def launches(site: Site, way: Way) -> tuple[Launch, ...]:
         "LINEAR": way.family == "rows",
         "RESULTS": site.made,
         "HAS_BIAS": site.has_bias,
+        "IS_SCALED": site.is_scaled,
         "ADDS": site.adds,
         "BEFORE": site.before,
         "AFTER": site.after,
@@ -46,6 +47,7 @@ def _vector(  # type: ignore[no-untyped-def]
     LINEAR: tl.constexpr,
     RESULTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    IS_SCALED: tl.constexpr,
     ADDS: tl.constexpr,
     BEFORE: tl.constexpr,
     AFTER: tl.constexpr,
@@ -70,6 +72,9 @@ def _vector(  # type: ignore[no-untyped-def]
         matrix = tl.load(weight + of_weight, mask=is_there[:, None] & is_made[None, :], other=0.0)
         total += tl.sum(values[:, None] * matrix.to(tl.float32), axis=0)
     let_next_start(EARLY)
+    if IS_SCALED:
+        total *= tl.load(bias + of_result, mask=is_made, other=0.0).to(tl.float32)
+        bias += RESULTS
     if HAS_BIAS:
         total += tl.load(bias + of_result, mask=is_made, other=0.0).to(tl.float32)
     place = pixel * RESULTS + of_result

@@ -101,7 +101,7 @@ def folded_weight(
     transposed_groups: int | None,
 ) -> torch.Tensor:
     """The weight with every output channel scaled; `transposed_groups` for transposed convolutions."""
-    scale = _scale(gamma, variance, epsilon)
+    scale = scale_of(gamma, variance, epsilon)
     wide = weight.double()
     if transposed_groups is None:
         scaled = wide * scale.view(-1, *[1] * (wide.dim() - 1))
@@ -122,11 +122,24 @@ def folded_bias(
     epsilon: float,
 ) -> torch.Tensor:
     """The bias that stands for the layer's own, the mean and the shift, in the weight's dtype."""
+    return shift_of(bias, gamma, beta, mean, variance, epsilon).to(weight.dtype)
+
+
+def shift_of(
+    bias: torch.Tensor | None,
+    gamma: torch.Tensor | None,
+    beta: torch.Tensor | None,
+    mean: torch.Tensor,
+    variance: torch.Tensor,
+    epsilon: float,
+) -> torch.Tensor:
+    """What is added to each output channel, in float64."""
     shift = -mean.double() if bias is None else bias.double() - mean.double()
-    shift = shift * _scale(gamma, variance, epsilon)
-    return (shift if beta is None else shift + beta.double()).to(weight.dtype)
+    shift = shift * scale_of(gamma, variance, epsilon)
+    return shift if beta is None else shift + beta.double()
 
 
-def _scale(gamma: torch.Tensor | None, variance: torch.Tensor, epsilon: float) -> torch.Tensor:
+def scale_of(gamma: torch.Tensor | None, variance: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """What each output channel is multiplied by, in float64."""
     scale = torch.rsqrt(variance.double() + epsilon)
     return scale if gamma is None else scale * gamma.double()

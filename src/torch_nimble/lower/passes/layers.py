@@ -21,6 +21,7 @@ from torch import fx
 from torch_nimble.kernels.operator import MOST_NUMBERS
 from torch_nimble.kernels.sites import BEFORE, DTYPES, Site, Window
 from torch_nimble.lower.passes.layout import keeps_layouts
+from torch_nimble.lower.passes.unfold import is_folded
 
 _aten = torch.ops.aten
 CONVOLUTIONS = frozenset([_aten.conv2d.default, _aten.convolution.default])
@@ -118,6 +119,7 @@ class _Search:
             dtype=dtype,
             kind="depthwise" if is_depthwise else "dense",
             has_bias=bias is not None,
+            is_scaled=_is_scaled(dtype, weight, bias),
         )
 
     def _linear(self, node: fx.Node) -> Site | None:
@@ -134,9 +136,15 @@ class _Search:
             return None
         if not is_addressable(value.shape, node.meta["val"].shape, size):
             return None
-        has_bias = bias not in ([], [None])
-        image = (rows, size[1], 1, 1)
-        return Site(image, size[0], Window((1, 1)), dtype, "linear", has_bias=has_bias)
+        return Site(
+            image=(rows, size[1], 1, 1),
+            made=size[0],
+            window=Window((1, 1)),
+            dtype=dtype,
+            kind="linear",
+            has_bias=bias not in ([], [None]),
+            is_scaled=_is_scaled(dtype, weight, *bias),
+        )
 
     def _before(self, node: fx.Node) -> tuple[fx.Node, str]:
         """What a convolution's kernel can read, and the activation that it applies to it."""
@@ -196,6 +204,11 @@ class Writes:
         """Whether anything is written between two nodes."""
         span = range(self._position[after] + 1, self._position[before])
         return any(i in span for i in self._writes)
+
+
+def _is_scaled(dtype: str, weight: Any, bias: Any = None) -> bool:
+    """Whether a kernel shall scale channels: float32 loses nothing when weights are scaled."""
+    return dtype != "float32" and is_folded(weight, bias)
 
 
 def _arguments(node: fx.Node) -> tuple[Any, ...]:

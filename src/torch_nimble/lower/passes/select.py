@@ -16,6 +16,7 @@ from torch_nimble.kernels.sites import LIBRARY, MERGED, Way
 from torch_nimble.lower.passes.layers import Found, bias_of, find_sites, put
 from torch_nimble.lower.passes.layout import channels_last, contiguous, readable, reshape
 from torch_nimble.lower.passes.together import find_siblings, merge
+from torch_nimble.lower.passes.unfold import unfold
 
 
 def use_kernels(graph: fx.Graph, constants: frozenset[str], chosen: Mapping[str, str]) -> dict[str, int]:
@@ -55,7 +56,10 @@ def _replace(graph: fx.Graph, found: Found, config: str, instead: Mapping[fx.Nod
 
     with graph.inserting_before(node):
         rounded = Way.parse(config).precision == "tf32"
-        weight = graph.call_function(lay_out, (node.args[1], site.kind, rounded))
+        own = node.args[1]
+        if site.is_scaled:
+            own, bias = unfold(graph, own, bias)  # type: ignore[arg-type]
+        weight = graph.call_function(lay_out, (own, site.kind, rounded))
         if bias is not None:
             bias = graph.call_function(contiguous, (bias,))
         images = laid_out(found.x, readable), laid_out(found.added, channels_last)
