@@ -187,6 +187,10 @@ def bench(
     seconds: Annotated[
         float | None, typer.Option(help="Begin nothing new after this time; run again to go on.")
     ] = None,
+    cache: Annotated[
+        Path | None,
+        typer.Option(help="Keep what is compiled there: a run that was cut short goes on sooner."),
+    ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds that one process may take.")] = 900,
     commit: Annotated[str, typer.Option(help="What is measured, if that is no git checkout.")] = "",
     rendered: Annotated[
@@ -228,6 +232,7 @@ def bench(
         parallel=parallel,
         again=again,
         seconds=seconds if seconds is not None else float("inf"),
+        cache=cache,
         timeout_s=timeout,
         cudnn_benchmark=cudnn_benchmark,
         commit=commit,

@@ -314,6 +314,7 @@ def test_what_is_not_known_is_named(tmp_path: Path) -> None:
         ([CASE], {"signatures": 2}, "leave --batch"),
         ([CASE], {"against": ["cudagraph"]}, "cannot be measured on cpu"),
         ([CASE], {"parallel": 2, "measures": ["cost"]}, "--parallel is for speed"),
+        ([CASE], {"cache": Path("c"), "measures": ["speed", "cost"]}, "leave --cache out"),
     ):
         with pytest.raises(NimbleError, match=message):
             runner.run(runner.Wanted(cases, tmp_path, **{"device": "cpu", **more}), QUIET)
@@ -405,6 +406,35 @@ def test_several_prepare_at_the_same_time(tmp_path: Path, monkeypatch: pytest.Mo
     assert [entry["target"] for entry in found] == ["darts", "amoebanet", "resnet50", "googlenet"]
     assert {entry["settings"]["prepared"] for entry in found} == {"beside others, timed in turns"}
     assert most == 2
+    # With little time the first are as good as any others.
+    wanted = replace(wanted, again=True, seconds=60)
+    assert [entry["target"] for entry in runner.run(wanted, QUIET)] == [case.target for case in cases]
+
+
+def test_what_was_compiled_is_kept_where_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Part] = []
+
+    def launch(part: Part, *_: object) -> Json:
+        given.append(part)
+        Path(part.cache, "compiled").touch()
+        return {}
+
+    monkeypatch.setattr(runner, "launch", launch)
+    cases = [Case("resnet50"), Case("resnet50", batch=2), CASE]
+    wanted = runner.Wanted(cases, tmp_path / "out", device="cpu", commit="a")
+    runner.run(wanted, QUIET)
+    assert not any(part.finds_caches or Path(part.cache).exists() for part in given)
+    given.clear()
+    runner.run(replace(wanted, cache=tmp_path / "kept", again=True), QUIET)
+    kept = [Path(part.cache) for part in given]
+    assert len(set(kept)) == len(cases)
+    assert all(part.finds_caches for part in given)
+    assert all((folder / "compiled").exists() for folder in kept)
+    assert {folder.parent for folder in kept} == {tmp_path / "kept"}
+    runner.run(replace(wanted, cache=tmp_path / "kept", again=True), QUIET)
+    assert [Path(part.cache) for part in given[3:]] == kept
 
 
 def state_of(process: int) -> str:

@@ -75,6 +75,8 @@ class Wanted:
     again: bool = False
     seconds: float = math.inf
     """Begin nothing new after this time."""
+    cache: Path | None = None
+    """Where what is compiled is kept; otherwise nothing is, and preparation is timed."""
     timeout_s: float = 900
     cudnn_benchmark: bool = False
     commit: str = ""
@@ -150,7 +152,7 @@ class _Workers:
             ThreadPoolExecutor(self._wanted.parallel) as pool,
         ):
             turns = str(Path(folder, "turns")) if self._wanted.parallel > 1 else ""
-            if turns:
+            if turns and math.isinf(self._wanted.seconds):
                 todo = sorted(todo, key=lambda one: one[0].case.target not in LONGEST)
             try:
                 return list(
@@ -165,7 +167,7 @@ class _Workers:
         if self._stop.is_set() or time.monotonic() > self._deadline:
             return None
         start = time.monotonic()
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:
+        with self._cache_for(part) as own:
 
             def start_one(part: Part, cache: str = own) -> Json:
                 return self._launch(part, cache)
@@ -178,6 +180,14 @@ class _Workers:
         self._progress.console.print(*lines, sep="\n", markup=False)
         self._progress.advance(self._bar)
         return entry
+
+    def _cache_for(self, part: Part) -> contextlib.AbstractContextManager[str]:
+        """A folder for what the systems of a part compile."""
+        if self._wanted.cache is None:
+            return tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        folder = self._wanted.cache / _label(part).replace(" ", "-").replace(":", "-")
+        folder.mkdir(parents=True, exist_ok=True)
+        return contextlib.nullcontext(str(folder))
 
     def _launch(self, part: Part, cache: str) -> Json:
         row = self._progress.add_task(_label(part), total=None)
@@ -227,6 +237,8 @@ def _check(wanted: Wanted) -> None:
         raise OptionError("there is no GPU that this torch can use; --device cpu measures on the CPU")
     if wanted.parallel > 1 and set(wanted.measures) != {"speed"}:
         raise OptionError("--parallel is for speed: what else is measured is to be alone from the start")
+    if wanted.cache is not None and "cost" in wanted.measures:
+        raise OptionError("--measure cost begins without caches; leave --cache out")
 
 
 def _parts(wanted: Wanted) -> list[Part]:
@@ -240,6 +252,7 @@ def _parts(wanted: Wanted) -> list[Part]:
             rounds=wanted.rounds,
             signatures=wanted.signatures,
             cudnn_benchmark=wanted.cudnn_benchmark,
+            finds_caches=wanted.cache is not None,
         )
         for asked, case in itertools.product(wanted.measures, wanted.cases)
         for measure in ["train" if case.trains and asked == "speed" else asked]

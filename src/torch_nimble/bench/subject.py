@@ -43,6 +43,8 @@ class Part:
     plan: str = ""
     turns: str = ""
     """A file that processes lock while they take times, where several are under way."""
+    finds_caches: bool = False
+    """Whether somebody may have compiled there before: then preparation is not timed."""
 
     @classmethod
     def from_dict(cls, data: Json) -> Part:

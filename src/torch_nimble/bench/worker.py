@@ -115,7 +115,7 @@ def made_ready(
     own = {field: running[field] - before[field] for field in running}
     memory = {"before": before, "peak": peak, "held": held, "running": running}
     notes: Json = {"memory": {**memory, "added": added, "own": own}}
-    if not part.turns:
+    if not (part.turns or part.finds_caches):
         notes |= {"prepare_s": after_s[0], "ready_s": after_s[-1]}
     if name.startswith("nimble"):
         notes["explained"] = explained(calls[0])
