@@ -174,7 +174,7 @@ class Engine(ModelFace, Planned):
         assert batching is not None
         self._check_call(structure, tensors)
         size = batching.batch_of(tensors)
-        for target in batching.sizes:
+        for target in reversed(batching.sizes):  # each next one finds room where the one before has
             self._prepare(structure, batching.resized(tensors, size, target))
 
     def _follow_modules(self) -> None:

@@ -9,6 +9,7 @@ candidates run on copies of everything that the graph writes.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -71,6 +72,11 @@ class MismatchError(RefusedError):
         "the log of torch_nimble has the differences"
     )
 
+    def __init__(self, message: str, *, has_own_kernels: bool = False) -> None:
+        super().__init__(message)
+        self.has_own_kernels = has_own_kernels
+        """Whether all candidates had kernels of ours in them."""
+
 
 def prepare(
     device: Device,
@@ -80,12 +86,23 @@ def prepare(
     folded: FoldedConstants,
     progress: Progress = lambda stage: None,
 ) -> Choice:
-    """The fastest verified plan for these inputs that agrees with eager."""
+    """The fastest verified plan for these inputs that agrees with eager.
+
+    If none does, the libraries' kernels are tried instead of ours.
+    """
     stages = _Stages(progress)
     # Constants made in the caller's inference mode would be inference tensors for ever; the caller's
     # autocast is entered where the model is called, and nowhere else.
     with torch.inference_mode(False), torch.no_grad(), autocast_off(), device.running():
-        return _prepare(device, adapter, examples(tensors), options, folded, stages)
+        given = examples(tensors)
+        try:
+            return _prepare(device, adapter, given, options, folded, stages, [])
+        except MismatchError as reason:
+            if not reason.has_own_kernels or options.plan is not None:
+                raise
+            notes = [not_tried("kernels of our own", reason)]
+        without = dataclasses.replace(options, tune="off")
+        return _prepare(device, adapter, given, without, folded, stages, notes)
 
 
 def _prepare(
@@ -95,10 +112,10 @@ def _prepare(
     options: Options,
     folded: FoldedConstants,
     stages: _Stages,
+    notes: list[Candidate],
 ) -> Choice:
     with stages("capture"):
         captured = device.capture(adapter, tensors)
-    notes: list[Candidate] = []
     with stages("choose kernels"):
         tuned = device.choose_kernels(captured, options, notes)
     with stages("lower"):
@@ -125,7 +142,8 @@ def _prepare(
         if not right:
             errors = "; ".join(f"{e.name}: {e.note}" for e in entries)
             log.error("no plan agrees with eager: %s", errors)
-            raise MismatchError("no plan agrees with eager")
+            has_own_kernels = all(trial.lowered.graph.kernels for trial in trials)
+            raise MismatchError("no plan agrees with eager", has_own_kernels=has_own_kernels)
         chosen = fastest(timings, {e.name: e.plan.streams for e in right}, device.tie)
         winner = next(e for e in right if e.name == chosen)
         with stages("settle"):
@@ -232,5 +250,5 @@ class _Stages:
         self._progress(name)
         start = time.perf_counter()
         yield
-        self.seconds[name] = time.perf_counter() - start
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
         log.debug("%s took %.3f s", name, self.seconds[name])

@@ -10,6 +10,7 @@ import random
 import threading
 import warnings
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -29,6 +30,9 @@ from cpu.helpers import (
     run_script,
     snapshot,
 )
+from torch_nimble import prepare
+from torch_nimble.devices.cpu import CpuDevice
+from torch_nimble.lower import Lowered
 
 
 @pytest.fixture
@@ -868,3 +872,39 @@ def test_calls_have_a_name_in_profiles(model: nn.Module) -> None:
             fast(x)
         label = f"torch_nimble {type(model).__name__} ({fast.plan.planner}"
         assert any(event.name.startswith(label) for event in profiler.events())
+
+
+# -------------------------------------------------------------------- kernels of our own that are wrong
+
+
+def test_libraries_kernels_are_tried_where_ours_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins for a device that chooses kernels of ours, and for a comparison that refuses them."""
+    lowerings, check = CpuDevice.lowerings, prepare._check
+
+    def with_kernels(self: CpuDevice, *args: Any) -> list[Lowered]:
+        made, options = lowerings(self, *args), args[3]
+        kernels = {} if options.tune == "off" else {"a layer": "a kernel"}
+        return [replace(one, graph=replace(one.graph, kernels=kernels)) for one in made]
+
+    def refusing(device: Any, entry: Any, reference: Any) -> None:
+        check(device, entry, reference)
+        entry.right = entry.right and not entry.trial.lowered.graph.kernels
+
+    monkeypatch.setattr(CpuDevice, "lowerings", with_kernels)
+    monkeypatch.setattr(prepare, "_check", refusing)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
+    x = torch.randn(2, 4)
+    with nimble.compile(model, (x,)) as fast:
+        assert_close(fast(x), eager(model, x))
+        found = fast.explain().to_dict()
+    assert found["fallbacks"] == []
+    (signature,) = found["signatures"]
+    assert any("kernels of our own" in one["name"] for one in signature["candidates"])
+    monkeypatch.setattr(
+        prepare, "_check", lambda device, entry, reference: setattr(entry, "right", False)
+    )
+    with (
+        pytest.warns(nimble.NimbleWarning, match="no plan agrees with eager"),
+        nimble.compile(model, (x,)) as fast,
+    ):
+        assert_close(fast(x), eager(model, x))
