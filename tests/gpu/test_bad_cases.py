@@ -286,7 +286,7 @@ def test_memory_limit_that_makes_no_sense(value: Any) -> None:
 def unfused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Inductor cannot be used; the text that says why."""
     if request.param == "unknown version":
-        monkeypatch.setattr(inductor, "KNOWN_VERSIONS", ((9, 0), (9, 9)))
+        monkeypatch.setattr(inductor.workers, "KNOWN_VERSIONS", ((9, 0), (9, 9)))
         return "outside of the known range 9.0 to 9.9"
 
     def compile_wrapper(*_: Any, **__: Any) -> Any:

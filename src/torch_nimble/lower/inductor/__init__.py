@@ -15,14 +15,11 @@ from __future__ import annotations
 import base64
 import contextlib
 import logging
-import os
 import pickle
 import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -38,6 +35,15 @@ from torch_nimble.kernels.sites import Siblings, Site
 from torch_nimble.lower.aten import Lowered
 from torch_nimble.lower.constants import Split, split_constants
 from torch_nimble.lower.inductor.following import Wrapper, empty_like, first_line, record
+from torch_nimble.lower.inductor.workers import (
+    KNOWN_VERSIONS,
+    cache_folder,
+    in_workers,
+    kernel_cache,
+    start_workers,
+    time_inside,
+    unsupported,
+)
 from torch_nimble.lower.observe import tensors_in
 from torch_nimble.lower.passes import layers, run_passes, select, together
 from torch_nimble.lower.program import InputSlot, Output, Program, Ref
@@ -62,9 +68,6 @@ __all__ = [
     "unsupported",
     "wrapper_of",
 ]
-
-KNOWN_VERSIONS = ((2, 11), (2, 13))
-"""The first and the last minor version of torch whose private names are known to fit."""
 
 # Reusing and overwriting buffers would make tasks depend on each other; memory is planned later, when
 # it is known what runs beside what. The rest would put things into the wrapper that are no work.
@@ -96,90 +99,6 @@ _PASSES_OF_USERS = (
 )
 
 log = logging.getLogger("torch_nimble")
-
-
-def unsupported() -> str | None:
-    """Why this lowering cannot be used here, None if it can."""
-    first, last = KNOWN_VERSIONS
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if not first <= version <= last:
-        return (
-            f"torch {torch.__version__} is outside of the known range "
-            f"{'.'.join(map(str, first))} to {'.'.join(map(str, last))} for Inductor's private names"
-        )
-    from torch.utils._triton import has_triton
-
-    return None if has_triton() else "Triton is not installed or does not support this device"
-
-
-def start_workers(device: torch.device) -> None:
-    """Let Inductor start the processes that compile kernels, which takes as long as a capture does.
-
-    They and this process must find what each other compiled: Triton's cache has to be the same folder,
-    and the assembler the same program, which is a part of every key.
-    """
-    if unsupported() is None:
-        from torch._inductor import async_compile
-        from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
-
-        _set_triton_ptxas_path()
-        kernel_cache(device)
-        getattr(async_compile, "maybe_warm_pool", async_compile.AsyncCompile.warm_pool)()
-
-
-def in_workers(function: Callable[..., None], calls: Sequence[tuple[Any, ...]]) -> Callable[[], None]:
-    """Call a function in the processes that compile kernels, if there are any; failures are logged.
-
-    What is given back waits until all of that is done.
-    """
-    from torch._inductor import async_compile
-
-    if async_compile.get_compile_threads() <= 1:
-        return lambda: None
-    try:
-        pool = async_compile.AsyncCompile.process_pool()
-    except RuntimeError as reason:  # not where processes may have no children
-        log.info("kernels are compiled one after another: %s", first_line(reason))
-        return lambda: None
-    # The pipe to a pool that is about to start is soon full.
-    feeder = ThreadPoolExecutor(1)
-    futures = feeder.submit(lambda: [pool.submit(function, *arguments) for arguments in calls])
-    feeder.shutdown(wait=False)
-
-    def wait() -> None:
-        for future, arguments in zip(futures.result(), calls, strict=True):
-            error = future.exception()
-            if error is not None:
-                log.info("a worker could not do %s: %s", arguments, first_line(error))
-
-    return wait
-
-
-def kernel_cache(device: torch.device) -> Path:
-    """Where Triton keeps compiled kernels, chosen as Inductor would choose it."""
-    from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
-
-    return Path(os.environ.setdefault("TRITON_CACHE_DIR", triton_cache_dir(device.index or 0)))
-
-
-def cache_folder() -> Path:
-    """Where what was compiled and measured is remembered."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return Path(cache_dir()) / "torch_nimble"
-
-
-def time_inside(lock: contextlib.AbstractContextManager[None]) -> None:
-    """From now on let Inductor take the times of kernels inside of this, which may be entered again."""
-    from torch._inductor.runtime.benchmarking import benchmarker
-
-    original = benchmarker.benchmark_gpu
-
-    def benchmark_gpu(*args: Any, **kwargs: Any) -> Any:
-        with lock:
-            return original(*args, **kwargs)
-
-    benchmarker.benchmark_gpu = benchmark_gpu  # type: ignore[method-assign]
 
 
 def find_layers(captured: Captured) -> tuple[Counter[Site], Counter[Siblings]]:
