@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from gpu.helpers import (
     ready,
     signatures,
 )
+from gpu.parts import calibrated, relative_error
 from torch_nimble.devices import tuning
 from torch_nimble.kernels.sites import APART, LIBRARY, MERGED
 
@@ -152,6 +154,35 @@ def test_larger_batches_move_the_arena_and_all_stay_right() -> None:
         assert room._segments[0].numel() < 64 * MIB
 
 
+def ours(times_us: dict[str, float]) -> str:
+    """Chooses a kernel of ours wherever there is one."""
+    return next((name for name in times_us if name != LIBRARY), LIBRARY)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_no_less_exact_than_eager(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With weights that batch norms have scaled and that are rounded again it would be, by far."""
+    monkeypatch.setattr(tuning, "chosen_of", ours)
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Conv2d(3, 32, 3, 2, 1), nn.BatchNorm2d(32), nn.ReLU()]
+    for _ in range(6):
+        layers += [nn.Conv2d(32, 32, 3, padding=1, groups=32, bias=False), nn.BatchNorm2d(32)]
+        layers += [nn.ReLU6(), nn.Conv2d(32, 32, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU()]
+    model = calibrated(nn.Sequential(*layers), photo(8)).to(dtype)
+    exact = copy.deepcopy(model).double()
+    x = photo(4, dtype=dtype)
+    with nimble.compile(model, (x,), strict=True) as fast:
+        own = [one for one in kernels_of(fast) if one["chosen"] != LIBRARY]
+        assert len(own) == len(kernels_of(fast)) > 0
+        assert all(" scaled bias " in f"{one['site']} " for one in own)
+        for _ in range(3):
+            x = photo(4, dtype=dtype)
+            wanted = eager(exact, x.double())
+            assert relative_error(fast(x), wanted) <= 1.05 * relative_error(eager(model, x), wanted)
+
+
 # -------------------------------------------------------------------- several layers as one
 
 
@@ -162,7 +193,10 @@ class Inception(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(3, width, 3, 2, 1)
         self.begins = nn.ModuleList(
-            nn.ModuleList(nn.Conv2d(width, made, 1) for made in (16, 24, 8)) for _ in range(blocks)
+            nn.ModuleList(
+                nn.Sequential(nn.Conv2d(width, made, 1), nn.BatchNorm2d(made)) for made in (16, 24, 8)
+            )
+            for _ in range(blocks)
         )
         self.ends = nn.ModuleList(
             nn.ModuleList([nn.Conv2d(24, 8, 3, padding=1), nn.Conv2d(8, 8, 5, padding=2)])
@@ -184,10 +218,6 @@ def test_merged_layers_give_what_eager_gives(
     dtype: torch.dtype, always: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if always:
-
-        def ours(times_us: dict[str, float]) -> str:
-            return next((name for name in times_us if name != LIBRARY), LIBRARY)
-
         monkeypatch.setattr(tuning, "chosen_of", ours)  # libraries would copy what they read
         monkeypatch.setattr(tuning, "_AS_LONG", float("inf"))
     model, inputs = ready(Inception(), dtype=dtype), [photo(dtype=dtype) for _ in range(3)]
