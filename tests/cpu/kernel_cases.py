@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from torch_nimble.kernels.operator import capability_of, launches_of, lay_out, pitch_of, result_of
-from torch_nimble.kernels.sites import BEFORE, Kind, Site, Way, Window, configs
+from torch_nimble.kernels.sites import BEFORE, OF_ROWS, Kind, Site, Way, Window, configs
 
 Tensor = torch.Tensor
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -80,8 +80,8 @@ def check_kernels(
         return torch.randn(shape, generator=generator).to(device, dtype)
 
     x = among_others(random(*size))
-    kinds: tuple[Kind, ...] = ("depthwise", "dense", "linear")
-    for kind in kinds[: 3 if size[2:] == (1, 1) and window.is_point else 2]:
+    kinds: tuple[Kind, ...] = ("depthwise", "dense", *OF_ROWS)
+    for kind in kinds[: 4 if size[2:] == (1, 1) and window.is_point else 2]:
         is_depthwise = kind == "depthwise"
         outs = channels if is_depthwise else made
         weight = random(outs, 1 if is_depthwise else channels, *window.kernel)
@@ -102,7 +102,8 @@ def check_kernels(
                     factors = scaled.double()[0, :, None, None] if site.is_scaled else 1.0
                     sums = exact * factors + bias.double()[:, None, None] + added.double()
                     wanted = ACTIVATIONS[after](sums)
-                laid_out = lay_out(weight, kind, Way.parse(config).precision == "tf32")
+                own = weight.flatten(1).t() if kind == "product" else weight
+                laid_out = lay_out(own, kind, Way.parse(config).precision == "tf32")
                 given = x if surrounded else x.contiguous(memory_format=torch.channels_last)
                 found = run(site, config, given, laid_out, scaled if site.is_scaled else bias, added)
                 assert_near(found, wanted, allowed)

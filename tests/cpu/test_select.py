@@ -26,7 +26,7 @@ from cpu.kernel_cases import ACTIVATIONS as FUNCTIONS
 from cpu.kernel_cases import stand_in
 from torch_nimble.capture import Adapter, AutocastState, Callee, Captured
 from torch_nimble.kernels.operator import lay_out, may_round
-from torch_nimble.kernels.sites import ACTIVATIONS, BEFORE, LIBRARY, Site, Way, Window, configs
+from torch_nimble.kernels.sites import ACTIVATIONS, BEFORE, LIBRARY, OF_ROWS, Site, Way, Window, configs
 from torch_nimble.lower.constants import split_constants
 from torch_nimble.lower.inductor import find_layers
 from torch_nimble.lower.observe import observe
@@ -618,6 +618,53 @@ def test_linear_layers_of_few_rows_are_sites(name: str, shape: tuple[int, ...]) 
     assert made.count("linear") == 0
 
 
+PRODUCTS: dict[str, tuple[Callable[..., Any], tuple[int, ...], Ends]] = {
+    "as in GPT-2": (lambda m, x: torch.addmm(m.b, x.view(-1, 6), m.w).view(2, 5, 4), (2, 5, 6), ALONE),
+    "without a bias": (lambda m, x: torch.mm(x, m.w), (5, 6), ALONE),
+    "of a batch": (lambda m, x: x @ m.w, (2, 5, 6), ALONE),
+    "of one row": (lambda m, x: F.relu(torch.addmm(m.b, x, m.w)), (1, 6), ("", False, "relu")),
+    "activation before": (lambda m, x: F.silu(x) @ m.w, (5, 6), ("silu", False, "")),
+    "of a turned matrix": (lambda m, x: torch.addmm(m.b * 2, x, m.turned.t()), (5, 6), ALONE),
+    "residual": (lambda m, x: x[:, :4] + torch.addmm(m.b, x, m.w), (5, 6), ALONE),
+    "with itself": (lambda m, x: torch.addmm(m.c, y := x @ m.square, m.square) + y, (5, 6), ALONE),
+}
+
+
+def products(function: Callable[..., Any]) -> Model:
+    sizes = {"w": (6, 4), "b": (4,), "turned": (4, 6), "square": (6, 6), "c": (6,)}
+    return net(function, **{name: nn.Parameter(torch.randn(size)) for name, size in sizes.items()})
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_with_constant_matrices_are_sites(name: str) -> None:
+    function, shape, ends = PRODUCTS[name]
+    made = assert_keeps(products(function), torch.randn(shape))
+    assert {site.kind for site in made.sites} == {"product"}
+    assert made.sites[0].image == (math.prod(shape[:-1]), 6, 1, 1)
+    assert made.count("mm") == made.count("addmm") == made.count("matmul") == 0
+    if name == "with itself":
+        assert ends_of(made) == [ALONE, ("", True, "")]
+    else:
+        assert ends_of(made) == [ends]
+
+
+OTHER_PRODUCTS: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
+    "factors": (lambda m, x: torch.addmm(m.b, x, m.w, beta=2, alpha=3), (5, 6)),
+    "a matrix is added": (lambda m, x: torch.addmm(x[:, :4], x, m.w), (5, 6)),
+    "a number is added": (lambda m, x: torch.addmm(m.b[:1], x, m.w), (5, 6)),
+    "a matrix of its own": (lambda m, x: x @ x.t(), (5, 6)),
+    "a vector": (lambda m, x: x @ m.c, (5, 6)),
+    "matrices": (lambda m, x: x @ m.w.expand(2, 6, 4), (2, 5, 6)),
+    "the constant first": (lambda m, x: m.w.t() @ x, (6, 5)),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_PRODUCTS)
+def test_other_products_are_not(name: str) -> None:
+    function, shape = OTHER_PRODUCTS[name]
+    assert assert_keeps(products(function), torch.randn(shape)).sites == []
+
+
 def test_as_many_rows_as_are_few_are_a_site() -> None:
     assert len(assert_keeps(nn.Linear(4, 3), torch.randn(512, 4)).sites) == 1
     assert len(assert_keeps(nn.Linear(4, 3), torch.randn(513, 4)).sites) == 0
@@ -1068,7 +1115,8 @@ def test_numbers_are_rounded_to_the_nearest_of_tf32() -> None:
 
 def test_weights_of_linear_layers_are_not_kept_twice() -> None:
     weight = torch.randn(6, 8)
-    assert lay_out(weight, "linear", to_tf32=True).data_ptr() == weight.data_ptr()
+    for kind in OF_ROWS:
+        assert lay_out(weight, kind, to_tf32=True).data_ptr() == weight.data_ptr()
 
 
 @pytest.mark.parametrize(("convolutions", "products"), [(True, False), (False, True)])
@@ -1077,7 +1125,7 @@ def test_products_may_be_rounded_where_torchs_flag_for_them_says_so(
 ) -> None:
     let_round(convolutions, products)
     assert may_round("dense") == convolutions
-    assert may_round("linear") == products
+    assert may_round("linear") == may_round("product") == products
 
 
 @pytest.mark.parametrize("is_on", [True, False])

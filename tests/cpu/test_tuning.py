@@ -303,6 +303,8 @@ EXAMPLES = [
     site(dtype="float16", has_bias=True, is_scaled=True, adds=True, after="relu"),
     site(4, kind="depthwise", dtype="float16", has_bias=True, is_scaled=True),
     Site((7, 6, 1, 1), 5, Window((1, 1)), "float16", "linear", has_bias=True, is_scaled=True),
+    Site((7, 6, 1, 1), 5, Window((1, 1)), "float32", "product", has_bias=True, after="relu"),
+    Site((3, 6, 1, 1), 5, Window((1, 1)), "float32", "product", adds=True),
 ]
 FUNCTIONS = {
     "": lambda x: x,
@@ -320,7 +322,8 @@ def by_torch(example: examples.Example, one: Site, number: int, **left_out: Any)
     parts |= left_out
     window, groups = one.window, one.image[1] if one.kind == "depthwise" else 1
     geometry = (window.stride, window.padding, window.dilation, groups)
-    made = F.conv2d(FUNCTIONS[parts["before"]](x.float()), weight.float(), None, *geometry)
+    kernel = weight.t()[:, :, None, None] if one.kind == "product" else weight
+    made = F.conv2d(FUNCTIONS[parts["before"]](x.float()), kernel.float(), None, *geometry)
     if parts["bias"] is not None:
         *factors, biases = parts["bias"].float().reshape(-1, one.made, 1, 1)
         made = made * (factors[0] if factors and "factors" not in left_out else 1) + biases
@@ -385,6 +388,8 @@ def test_a_candidate_is_given_all_there_is(one: Site) -> None:
         site(after="relu"),
         site(4, kind="depthwise", window=Window((3, 2), (2, 1), (1, 0))),
         Site((7, 6, 1, 1), 5, Window((1, 1)), "float32", "linear", has_bias=True, after="relu"),
+        Site((7, 6, 1, 1), 5, Window((1, 1)), "float32", "product", has_bias=True),
+        Site((7, 6, 1, 1), 5, Window((1, 1)), "float32", "product", after="relu"),
     ],
     ids=str,
 )

@@ -18,6 +18,7 @@ from torch_nimble.kernels.sites import (
     DTYPES,
     EFFORTS,
     LIBRARY,
+    OF_ROWS,
     Effort,
     Site,
     Way,
@@ -28,9 +29,12 @@ from torch_nimble.kernels.sites import (
 FEW_PIXELS = 4
 SMALLEST = 16
 """What a matrix unit multiplies and sums at least at a time."""
-NUMBERS = {"depthwise": 3, "vector": 3, "rows": 3, "gathered": 6, "convolution": 6, "linear": 6}
+NUMBERS = {
+    **dict.fromkeys(("depthwise", "vector", "rows"), 3),
+    **dict.fromkeys(("gathered", "convolution", "linear", "product"), 6),
+}
 """How many a config of each family has."""
-MATRIX_UNITS = ("gathered", "convolution", "linear")
+MATRIX_UNITS = ("gathered", "convolution", "linear", "product")
 
 
 # -------------------------------------------------------------------- strategies
@@ -48,13 +52,13 @@ windows = st.one_of(
 @st.composite
 def sites(draw: st.DrawFn, dtypes: tuple[str, ...] = DTYPES) -> Site:
     """Layers as they are found: a result has pixels, and a linear layer's rows are images of one."""
-    kind = draw(st.sampled_from(("dense", "depthwise", "linear")))
+    kind = draw(st.sampled_from(("dense", "depthwise", "linear", "product")))
     channels = draw(st.one_of(st.integers(1, 80), st.integers(1, 2200)))
     made = channels if kind == "depthwise" else draw(st.one_of(st.integers(1, 80), st.integers(1, 2200)))
     images = draw(st.one_of(st.just(1), st.integers(1, 512)))
-    window = Window((1, 1)) if kind == "linear" else draw(windows)
+    window = Window((1, 1)) if kind in OF_ROWS else draw(windows)
     sides = st.one_of(st.just(1), st.integers(1, 60))
-    height, width = (1, 1) if kind == "linear" else (draw(sides), draw(sides))
+    height, width = (1, 1) if kind in OF_ROWS else (draw(sides), draw(sides))
     if min(window.size(height, width)) < 1:
         height, width = (1 + d * (k - 1) for d, k in zip(window.dilation, window.kernel, strict=True))
     return Site(
@@ -103,7 +107,7 @@ CHANGES: dict[str, Callable[[Site], Site]] = {
     "kind": lambda s: replace(s, kind="dense" if s.kind != "dense" else "depthwise", made=s.image[1]),
 }
 OF_IMAGES = ("rows", "columns", "kernel", "stride", "padding", "dilation")
-"""What a linear layer does not have."""
+"""What rows do not have."""
 
 
 def _with_channels(site: Site, channels: int) -> Site:
@@ -119,7 +123,7 @@ def _with_window(site: Site, **changed: Any) -> Site:
 @given(sites())
 def test_a_change_of_one_thing_changes_the_text(name: str, site: Site) -> None:
     """Sites of which everything else is the same, which random ones hardly ever are."""
-    is_possible = not (site.kind == "linear" and name in OF_IMAGES) and not (
+    is_possible = not (site.kind in OF_ROWS and name in OF_IMAGES) and not (
         site.kind == "depthwise" and name == "made"
     )
     changed = CHANGES[name](site) if is_possible else site
@@ -148,6 +152,7 @@ def test_a_text_is_one_line_that_people_can_read() -> None:
     site = Site((1, 32, 56, 56), 64, window, "float16", "dense", "relu", "silu", True, True)
     assert str(site) == ("1×32×56×56 float16 to 64 3×3 stride 2×2 padding 1×1 relu before bias sum silu")
     assert str(Site((7, 8, 1, 1), 9, Window((1, 1)), "float32", "linear")) == "7×8 float32 to 9 linear"
+    assert str(Site((7, 8, 1, 1), 9, Window((1, 1)), "float32", "product")) == "7×8 float32 to 9 product"
 
 
 # -------------------------------------------------------------------- windows
@@ -289,15 +294,17 @@ def test_blocks_are_what_kernels_can_take(site: Site) -> None:
 @example(Site((4, 64, 1, 1), 64, Window((1, 1), (2, 2)), "float16"))
 @example(Site((4, 64, 1, 1), 64, Window((1, 1)), "float16"))
 @example(Site((5, 64, 1, 1), 64, Window((1, 1)), "float16", "linear"))
+@example(Site((3, 64, 1, 1), 64, Window((1, 1)), "float16", "product"))
 @example(Site((1, 64, 1, 1), 64, Window((1, 1)), "float16", "depthwise"))
 def test_families_are_those_for_the_kind_of_layer(site: Site) -> None:
     families = {Way.parse(config).family for config in configs(site, "full")}
     assert ("depthwise" in families) == (site.kind == "depthwise")
     assert site.kind != "depthwise" or families == {"depthwise"}
     is_few = site.window.is_point and pixels_of(site) <= FEW_PIXELS
-    assert ("vector" in families) == (site.kind == "dense" and is_few)
+    assert ("vector" in families) == (site.kind in ("dense", "product") and is_few)
     assert ("rows" in families) == (site.kind == "linear" and is_few)
-    assert "linear" not in families or site.kind == "linear"
+    for kind in OF_ROWS:
+        assert (kind in families) == (site.kind == kind)
     assert not families & {"convolution", "gathered"} or site.kind == "dense"
 
 
@@ -319,7 +326,7 @@ def test_no_part_of_a_sum_is_empty(site: Site) -> None:
     taps = site.window.kernel[0] * site.window.kernel[1]
     for config in configs(site, "full"):
         family, _, numbers = Way.parse(config)
-        if family in ("convolution", "linear"):
+        if family in ("convolution", "linear", "product"):
             summed, parts = numbers[2], numbers[5]
             steps = taps * -(-site.image[1] // summed)
             share = -(-steps // parts)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from torch_nimble.execute.check import relative_error
 from torch_nimble.kernels.operator import convolve, lay_out
-from torch_nimble.kernels.sites import Site, Way
+from torch_nimble.kernels.sites import OF_ROWS, Site, Way
 
 Tensor = torch.Tensor
 _SETS = 3
@@ -53,7 +53,8 @@ class Example:
             return random(*shape).to(self._dtype, memory_format=torch.channels_last)
 
         def some() -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-            weight = (random(site.made, summed, *kernel) * scale).to(self._dtype)
+            shape = (summed, site.made) if site.kind == "product" else (site.made, summed, *kernel)
+            weight = (random(*shape) * scale).to(self._dtype)
             bias = None
             if site.is_scaled:
                 bias = torch.stack([random(site.made).exp(), random(site.made)])
@@ -68,7 +69,8 @@ class Example:
         largest = max(math.prod(site.image), math.prod(size))
         self._count = max(1, min(images, _MOST_EXACT * images // largest))
         self._for_library = [
-            weight.contiguous(memory_format=torch.channels_last) for _, weight, *_ in self.tensors
+            weight.contiguous(memory_format=torch.channels_last) if weight.dim() == 4 else weight
+            for _, weight, *_ in self.tensors
         ]
         # Factors are a part of its weights.
         self._biases = [
@@ -91,19 +93,24 @@ class Example:
         return _ACTIVATIONS[self._site.after](made if added is None else made + added)
 
     def _summed_up(self, x: Tensor, weight: Tensor) -> Tensor:
-        if self._site.kind == "linear":
-            return F.linear(x.flatten(1), weight.flatten(1))[:, :, None, None]
+        if self._site.kind in OF_ROWS:
+            return self._multiplied(x, weight)[:, :, None, None]
         window = self._site.window
         groups = self._site.image[1] if self._site.kind == "depthwise" else 1
         return F.conv2d(x, weight, None, window.stride, window.padding, window.dilation, groups)
+
+    def _multiplied(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self._site.kind == "linear":
+            return F.linear(x.flatten(1), weight.flatten(1), bias)
+        return x.flatten(1) @ weight if bias is None else torch.addmm(bias, x.flatten(1), weight)
 
     def library(self, number: int) -> Tensor:
         """What torch would launch for a set."""
         x, weight, _, added = self.tensors[number]
         ends = self._site.after or added is not None
         bias = self._biases[number]
-        if self._site.kind == "linear":
-            made = F.linear(x.flatten(1), weight.flatten(1), bias)
+        if self._site.kind in OF_ROWS:
+            made = self._multiplied(x, weight, bias)
             return made.relu_() if ends else made
         made = self._summed_up(x, self._for_library[number])
         if bias is not None:

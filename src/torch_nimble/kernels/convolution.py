@@ -6,7 +6,8 @@ channels fill the GPU, and what takes time is the latency of a few loads. Floor:
 
 Families: `convolution` sums over channels, one place of the window after another. `gathered` sums over
 places and channels together, which is for images of few channels, such as the first of a network.
-`linear` is `convolution` for a linear layer, whose weight is read as it is.
+`linear` and `product` are `convolution` for rows, whose weight is read as it is: a row for each channel
+made, or for each channel summed.
 
 Where products of float32 are those of numbers rounded to TF32, images are rounded in the kernel, and
 weights when they are laid out, if they are. Matrix units would cut off what is too much, which is off
@@ -34,7 +35,7 @@ from torch_nimble.kernels.parts import (
     store,
     wait_for_earlier,
 )
-from torch_nimble.kernels.sites import Site, Way
+from torch_nimble.kernels.sites import OF_ROWS, Site, Way
 
 _NO_ENDS = {"HAS_BIAS": False, "IS_SCALED": False, "ADDS": False, "AFTER": ""}
 
@@ -58,6 +59,7 @@ def launches(site: Site, way: Way) -> tuple[Launch, ...]:
         "IS_POINT": site.window.is_point,
         "GATHERED": way.family == "gathered",
         "LINEAR": way.family == "linear",
+        "ROUNDS": way.family in OF_ROWS,
         "BEFORE": site.before,
         "PRECISION": way.precision or "ieee",
         "PIXELS": count,
@@ -90,6 +92,7 @@ def _convolution(  # type: ignore[no-untyped-def]
     IS_POINT: tl.constexpr,
     GATHERED: tl.constexpr,
     LINEAR: tl.constexpr,
+    ROUNDS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_SCALED: tl.constexpr,
     ADDS: tl.constexpr,
@@ -152,7 +155,7 @@ def _convolution(  # type: ignore[no-untyped-def]
             else:
                 of_weight = (tap * CHANNELS + channel)[:, None] * RESULT[3] + of_result[None, :]
             matrix = tl.load(weight + of_weight, mask=is_there[:, None] & is_made[None, :], other=0.0)
-            if LINEAR:
+            if ROUNDS:
                 matrix = _operand(matrix, "", PRECISION)
             total = tl.dot(values, matrix, total, input_precision=PRECISION)
     let_next_start(EARLY)

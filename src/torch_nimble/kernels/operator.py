@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torch_nimble.flags import convolutions_may_use_tf32, matmul_may_use_tf32
-from torch_nimble.kernels.sites import Kind, Site, Way, Window
+from torch_nimble.kernels.sites import OF_ROWS, Kind, Site, Way, Window
 
 if TYPE_CHECKING:
     from torch_nimble.kernels.parts import Launch
@@ -41,8 +41,10 @@ _library.define(_SCHEMA, tags=(torch.Tag.needs_exact_strides,))  # type: ignore[
 def lay_out(weight: Tensor, kind: Kind, to_tf32: bool = False) -> Tensor:
     """A weight as kernels want it: window by channels, or window and channels by channels made.
 
-    That of a linear layer stays as it is: it may be large, and a second one would have to be kept.
+    What rows are multiplied with stays as it is: it may be large, and a copy would have to be kept, too.
     """
+    if kind == "product":
+        return weight.contiguous()
     made, channels = weight.shape[:2]
     if kind == "linear":
         return weight.reshape(made, channels).contiguous()
@@ -55,7 +57,7 @@ def lay_out(weight: Tensor, kind: Kind, to_tf32: bool = False) -> Tensor:
 
 def may_round(kind: Kind) -> bool:
     """Whether torch's flags let products of float32 in such a layer be those of rounded numbers."""
-    return matmul_may_use_tf32() if kind == "linear" else convolutions_may_use_tf32()
+    return matmul_may_use_tf32() if kind in OF_ROWS else convolutions_may_use_tf32()
 
 
 def _rounded_to_tf32(tensor: Tensor) -> Tensor:

@@ -8,9 +8,11 @@ from typing import Literal, NamedTuple, get_args
 
 from torch_nimble.errors import PlanError
 
-Kind = Literal["dense", "depthwise", "linear"]
+Kind = Literal["dense", "depthwise", "linear", "product"]
 """Every channel of the result from all of the image's; each from one; a linear layer, whose rows are
-images of one pixel."""
+images of one pixel; such a layer whose weight is a matrix to multiply with as it lies."""
+OF_ROWS: tuple[Kind, ...] = ("linear", "product")
+"""Kinds of which the image is rows."""
 Effort = Literal["off", "fast", "full"]
 EFFORTS: tuple[str, ...] = get_args(Effort)
 
@@ -27,10 +29,18 @@ BEFORE = ACTIVATIONS[:-1]
 """Those that may come before a convolution: they are zero at zero, as the padding of images is."""
 
 DTYPES = ("float16", "bfloat16", "float32")
-_NUMBERS = {"depthwise": 3, "vector": 3, "rows": 3, "convolution": 6, "gathered": 6, "linear": 6}
+_NUMBERS = {
+    "depthwise": 3,
+    "vector": 3,
+    "rows": 3,
+    "convolution": 6,
+    "gathered": 6,
+    "linear": 6,
+    "product": 6,
+}
 """How many there are in a config of each family."""
 _PRECISIONS = ("", "tf32", "tf32x3", "ieee")
-_BY_MATRIX_UNIT = ("convolution", "gathered", "linear")
+_BY_MATRIX_UNIT = ("convolution", "gathered", "linear", "product")
 _FAST = 3
 """How many configs are tried in a hurry."""
 _FEW_PIXELS = 4
@@ -95,12 +105,12 @@ class Site:
     def __str__(self) -> str:
         """A name for people and files; equal for equal sites only."""
         window = self.window
-        image = self.image[:2] if self.kind == "linear" else self.image
+        image = self.image[:2] if self.kind in OF_ROWS else self.image
         words = [
             "×".join(map(str, image)),
             self.dtype,
             "depthwise" if self.kind == "depthwise" else f"to {self.made}",
-            "linear" if self.kind == "linear" else "×".join(map(str, window.kernel)),
+            self.kind if self.kind in OF_ROWS else "×".join(map(str, window.kernel)),
         ]
         usual = Window(window.kernel)
         words += [
@@ -121,8 +131,9 @@ class Site:
         kind: Kind = "depthwise" if words[0] == "depthwise" else "dense"
         made = sizes[1] if kind == "depthwise" else int(words[1])
         form, *words = words[1 if kind == "depthwise" else 2 :]
-        if form == "linear":
-            kind, form = "linear", "1×1"
+        for one in OF_ROWS:
+            if form == one:
+                kind, form = one, "1×1"
         geometry = {"kernel": _pair(form)}
         while words and words[0] in ("stride", "padding", "dilation"):
             geometry[words[0]] = _pair(words[1])
@@ -268,7 +279,7 @@ def _dense(site: Site) -> Iterator[str]:
             (16, 1024, 8),
         ):
             yield f"{few}/{numbers[0]}/{min(most, numbers[1])}/{numbers[2]}"
-    if site.image[1] < 2 * _SMALLEST_SUM and site.kind != "linear":
+    if site.image[1] < 2 * _SMALLEST_SUM and site.kind not in OF_ROWS:
         summed = min(64, max(_SMALLEST_SUM, _power(taps * site.image[1])))
         made = min(64, max(16, _power(site.made)))
         for numbers in ((64, made, 4), (32, made, 4), (128, made, 4), (128, made, 8), (64, 16, 4)):
@@ -294,7 +305,7 @@ def _dense(site: Site) -> Iterator[str]:
         (128, 64, 32),
         (16, 32, 256),
     ]
-    family = "linear" if site.kind == "linear" else "convolution"
+    family = site.kind if site.kind in OF_ROWS else "convolution"
     whole = [(*numbers, 1) for numbers in (*first, *rest)]
     cuts = [parts for parts in (4, 8) if taps * site.image[1] >= 256 * parts and pixels <= 28 * 28]
     cut = [

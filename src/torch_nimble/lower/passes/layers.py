@@ -1,6 +1,6 @@
 """Layers whose time depends on the kernel.
 
-`find_sites` looks for convolutions of images and for linear layers of few rows, with constant weights,
+`find_sites` looks for convolutions of images and for products of few rows with matrices, constant ones,
 and for what can be part of their kernel: an activation before, a tensor to add, an activation after.
 
 Graphs need not be functional: a value is read at another time than before only if nobody writes anything
@@ -39,8 +39,11 @@ _ACTIVATIONS = {
 }
 _CLAMPS = frozenset([_aten.hardtanh.default, _aten.hardtanh_.default])
 _MOST_ROWS = 512
-"""Of a linear layer: libraries know how to multiply large matrices."""
-_LAYERS = CONVOLUTIONS | {_aten.linear.default}
+"""Of what is multiplied with a matrix: libraries know how to multiply large ones."""
+_PRODUCTS = frozenset(
+    [_aten.linear.default, _aten.addmm.default, _aten.mm.default, _aten.matmul.default]
+)
+_LAYERS = CONVOLUTIONS | _PRODUCTS
 _WRITE_FIRST = frozenset([*_ACTIVATIONS, *_CLAMPS, _aten.add_.Tensor])
 """What may write its first argument, and nothing else."""
 _SUMS = frozenset([_aten.add.Tensor, _aten.add_.Tensor])
@@ -55,6 +58,18 @@ class Found:
     """From the layer to the one whose value the kernel gives; each is used by the next alone."""
     x: fx.Node
     added: fx.Node | None
+
+    @property
+    def weight(self) -> fx.Node:
+        """What the layer multiplies with."""
+        weight = operands(self.nodes[0])[1]
+        assert isinstance(weight, fx.Node)
+        return weight
+
+    @property
+    def bias(self) -> Any:
+        """The bias that the layer is given, None for none."""
+        return operands(self.nodes[0])[2]
 
 
 def find_sites(graph: fx.Graph, constants: frozenset[str]) -> list[Found]:
@@ -79,7 +94,7 @@ class _Search:
 
     def at(self, node: fx.Node) -> Found | None:
         """The site of a layer; None for any other node, and for one that no kernel knows."""
-        site = self._linear(node) if node.target is _aten.linear.default else self._convolution(node)
+        site = self._product(node) if node.target in _PRODUCTS else self._convolution(node)
         if site is None:
             return None
         x, before = self._before(node)
@@ -122,10 +137,10 @@ class _Search:
             is_scaled=_is_scaled(dtype, weight, bias),
         )
 
-    def _linear(self, node: fx.Node) -> Site | None:
-        """The site of a linear layer alone."""
-        x, weight, *bias = node.args
-        if not isinstance(x, fx.Node) or not self._constant.issuperset({weight, *bias} - {None}):
+    def _product(self, node: fx.Node) -> Site | None:
+        """The site of a linear layer or a product with a matrix alone."""
+        x, weight, bias = operands(node)
+        if not isinstance(x, fx.Node) or not self._constant.issuperset({weight, bias} - {None}):
             return None
         value, size = x.meta["val"], shape_of(weight)
         rows = math.prod(value.shape[:-1])
@@ -136,19 +151,23 @@ class _Search:
             return None
         if not is_addressable(value.shape, node.meta["val"].shape, size):
             return None
+        is_linear = node.target is _aten.linear.default
+        made, channels = size if is_linear else size[::-1]
+        if node.kwargs or (node.target is _aten.addmm.default and shape_of(bias) != (made,)):
+            return None  # factors, or more than a row is added
         return Site(
-            image=(rows, size[1], 1, 1),
-            made=size[0],
+            image=(rows, channels, 1, 1),
+            made=made,
             window=Window((1, 1)),
             dtype=dtype,
-            kind="linear",
-            has_bias=bias not in ([], [None]),
-            is_scaled=_is_scaled(dtype, weight, *bias),
+            kind="linear" if is_linear else "product",
+            has_bias=bias is not None,
+            is_scaled=_is_scaled(dtype, weight, bias),
         )
 
     def _before(self, node: fx.Node) -> tuple[fx.Node, str]:
         """What a convolution's kernel can read, and the activation that it applies to it."""
-        x = node.args[0]
+        x = operands(node)[0]
         assert isinstance(x, fx.Node)
         kind = _activation(x)
         source = x.args[0] if kind else None
@@ -280,6 +299,10 @@ def put(graph: fx.Graph, made: fx.Node, nodes: Sequence[fx.Node]) -> None:
         graph.erase_node(part)
 
 
-def bias_of(layer: fx.Node) -> Any:
-    """The bias that a layer is given, None for none."""
-    return layer.args[2] if len(layer.args) > 2 else None
+def operands(layer: fx.Node) -> tuple[Any, Any, Any]:
+    """The image or rows, the weight, and the bias or None."""
+    if layer.target is _aten.addmm.default:
+        bias, x, weight = layer.args
+        return x, weight, bias
+    x, weight, bias = (*layer.args, None)[:3]
+    return x, weight, bias

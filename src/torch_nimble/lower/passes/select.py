@@ -12,8 +12,8 @@ from typing import Any
 from torch import fx
 
 from torch_nimble.kernels.operator import convolve, lay_out
-from torch_nimble.kernels.sites import LIBRARY, MERGED, Way
-from torch_nimble.lower.passes.layers import Found, bias_of, find_sites, put
+from torch_nimble.kernels.sites import LIBRARY, MERGED, OF_ROWS, Way
+from torch_nimble.lower.passes.layers import Found, find_sites, put
 from torch_nimble.lower.passes.layout import channels_last, contiguous, readable, reshape
 from torch_nimble.lower.passes.together import find_siblings, merge
 from torch_nimble.lower.passes.unfold import unfold
@@ -41,25 +41,24 @@ def use_kernels(graph: fx.Graph, constants: frozenset[str], chosen: Mapping[str,
 def _replace(graph: fx.Graph, found: Found, config: str, instead: Mapping[fx.Node, fx.Node]) -> fx.Node:
     """Our operator instead of what was found; `instead` has those that others were replaced by."""
     node, site = found.nodes[0], found.site
-    bias = bias_of(node)
-    is_linear = site.kind == "linear"
+    weight, bias = found.weight, found.bias
+    has_rows = site.kind in OF_ROWS
     value = found.nodes[-1].meta["val"]
 
     def laid_out(image: fx.Node | None, to: Any) -> fx.Node | None:
         if image is None:
             return None
         image = instead.get(image, image)
-        if is_linear:
+        if has_rows:
             rows, width = site.image[0], image.meta["val"].shape[-1]
             image = graph.call_function(reshape, (image, (rows, width, 1, 1)))
         return graph.call_function(to, (image,))
 
     with graph.inserting_before(node):
         rounded = Way.parse(config).precision == "tf32"
-        own = node.args[1]
         if site.is_scaled:
-            own, bias = unfold(graph, own, bias)  # type: ignore[arg-type]
-        weight = graph.call_function(lay_out, (own, site.kind, rounded))
+            weight, bias = unfold(graph, weight, bias)
+        weight = graph.call_function(lay_out, (weight, site.kind, rounded))
         if bias is not None:
             bias = graph.call_function(contiguous, (bias,))
         images = laid_out(found.x, readable), laid_out(found.added, channels_last)
@@ -68,7 +67,7 @@ def _replace(graph: fx.Graph, found: Found, config: str, instead: Mapping[fx.Nod
             convolve, (images[0], weight, bias, images[1], window, site.before, site.after, config)
         )
         made.meta = dict(node.meta)
-        if is_linear:
+        if has_rows:
             made = graph.call_function(reshape, (made, tuple(value.shape)))
         made.meta = {**node.meta, "val": value}
     put(graph, made, found.nodes)

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from torch_nimble.kernels.sites import Siblings
-from torch_nimble.lower.passes.layers import Found, Writes, bias_of, is_addressable, put, shape_of
+from torch_nimble.lower.passes.layers import Found, Writes, is_addressable, put, shape_of
 
 _aten = torch.ops.aten
 _READ_PARTS = frozenset(
@@ -71,7 +71,6 @@ def merge(graph: fx.Graph, group: Sequence[Found]) -> None:
     """One convolution instead of several, and parts of its result instead of theirs."""
     layer, *rest = group[0].nodes
     image, value = group[0].x.meta["val"], group[0].nodes[-1].meta["val"]
-    layers = [found.nodes[0] for found in group]
     made = sum(found.site.made for found in group)
     size = (value.shape[0], made, *value.shape[2:])
     result = value.new_empty(size).contiguous(memory_format=torch.channels_last)
@@ -92,8 +91,8 @@ def merge(graph: fx.Graph, group: Sequence[Found]) -> None:
         return node
 
     with graph.inserting_before(layer):
-        weight = joined([one.args[1] for one in layers], *(shape_of(layer.args[1]) or ())[1:])
-        bias = joined([bias_of(one) for one in layers])
+        weight = joined([one.weight for one in group], *(shape_of(group[0].weight) or ())[1:])
+        bias = joined([one.bias for one in group])
         whole = larger(layer, layer.args[0], weight, bias, *layer.args[3:])
         for node in rest:
             whole = larger(node, whole, *node.args[1:])
