@@ -232,7 +232,7 @@ def bench(
         parallel=parallel,
         again=again,
         seconds=seconds if seconds is not None else float("inf"),
-        cache=cache,
+        cache=None if cache is None else cache.resolve(),
         timeout_s=timeout,
         cudnn_benchmark=cudnn_benchmark,
         commit=commit,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,7 +62,7 @@ class Tables:
 
     def __init__(self, tables: Sequence[dict[Any, Any]]) -> None:
         self.tables = tables
-        self._empty = [table for table in tables if not table and type(table) is dict]
+        self._empty = [table for table in tables if not table and not isinstance(table, OrderedDict)]
         self._versions_now()  # from now on they are watched
         self._time = self._now()
         self._versions = self._versions_now()

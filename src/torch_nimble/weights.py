@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import Any
 from weakref import WeakValueDictionary
@@ -33,6 +32,7 @@ _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 _optimizer_steps = [0]
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _TRAINING = operator.itemgetter("training")
+_VERSION = operator.attrgetter("_version")
 _DATA_PTR = torch.Tensor.data_ptr
 
 
@@ -229,13 +229,12 @@ class Watch:
         self._touched = Tables([*self._tables, *others.values()])
         self._tensors = self._now()
         # State is written by the plan itself, and read anew each time.
-        self._saved = _saved(
-            [
-                tensor
-                for name, tensor in tensors.items()
-                if tensor is not None and name not in state and not tensor.is_inference()
-            ]
-        )
+        self._counted = [
+            tensor
+            for name, tensor in tensors.items()
+            if tensor is not None and name not in state and not tensor.is_inference()
+        ]
+        self._versions = list(map(_VERSION, self._counted))
         self._located = [tensor for tensor in tensors.values() if tensor is not None]
         self._addresses = list(map(_DATA_PTR, self._located))
         self._places = list(range(len(self._located)))
@@ -267,46 +266,13 @@ class Watch:
         """Whether nobody has written the tensors, or given them other memory."""
         return (
             self._steps == _optimizer_steps[0]
-            and _unwritten(self._saved)
+            and self._versions == list(map(_VERSION, self._counted))
             and _same_addresses(self._located, self._addresses, self._places)
         )
 
     def fits(self) -> bool:
         """Whether what the model holds now has the shapes, dtypes and devices the plan was made for."""
         return self._looks == _looks(self._now())
-
-
-class _Saved(torch.autograd.Function):
-    """Saves tensors for a backward that never comes."""
-
-    @staticmethod
-    def forward(ctx: Any, start: torch.Tensor, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """Tensors of a list are no inputs: nothing is done to them for autograd's sake."""
-        ctx.save_for_backward(*tensors)
-        return start.clone()
-
-
-def _saved(tensors: list[torch.Tensor]) -> Any:
-    """A result whose backward would need these tensors as they are now."""
-
-    def save() -> Any:
-        return _Saved.apply(torch.zeros((), requires_grad=True), tensors)  # type: ignore[no-untyped-call]
-
-    # A caller's modes, and hooks on what is saved, are not on in another thread.
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(save).result()
-
-
-def _unwritten(saved: Any) -> bool:
-    """Whether no version counter has moved: to hand saved tensors out, autograd looks at all of them.
-
-    That takes half the time of asking each of them from here.
-    """
-    try:
-        saved.grad_fn.saved_tensors  # noqa: B018
-    except RuntimeError:
-        return False
-    return True
 
 
 def _looks(tensors: list[Any]) -> list[Any]:

@@ -367,6 +367,14 @@ NO_SITES: dict[str, tuple[Callable[[], Any], Callable[[], Tensor]]] = {
         lambda: net(lambda m, x: F.linear(x, m.linear.weight * x.mean())),
         lambda: torch.randn(2, 6),
     ),
+    "linear layer whose bias is a matrix of one row": (
+        lambda: net(lambda m, x: F.linear(x, m.linear.weight, m.linear.bias[None])),
+        lambda: torch.randn(3, 6),
+    ),
+    "linear layer whose bias is one number": (
+        lambda: net(lambda m, x: F.linear(x, m.linear.weight, m.linear.bias[:1])),
+        lambda: torch.randn(3, 6),
+    ),
     "linear layer with a computed bias": (
         lambda: net(lambda m, x: F.linear(x, m.linear.weight, x.mean(0))),
         lambda: torch.randn(2, 6),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,13 +78,14 @@ def test_those_who_look_do_not_disturb_each_other(watcher: Watcher) -> None:
 
 
 def test_with_the_versions_of_this_python() -> None:
-    tables: list[dict[str, int]] = [{}, {"a": 1}, OrderedDict(b=2)]
+    tables: list[dict[str, int]] = [{}, {"a": 1}, OrderedDict(b=2), defaultdict(int)]
     for change in (
         lambda: tables[0].update(a=1),
         lambda: tables[1].pop("a"),
         lambda: tables[2].__setitem__("b", 3),
         lambda: tables[2].clear(),
         lambda: tables[2].update(b=3),
+        lambda: tables[3].update(c=4),
     ):
         watched = Tables(tables)
         assert watched.untouched()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -82,34 +81,6 @@ def test_a_change_trips_it(name: str) -> None:
     assert wire.untouched()
     CHANGES[name](model)
     assert not wire.untouched()
-
-
-@pytest.mark.parametrize(
-    "mode",
-    [
-        torch.no_grad,
-        torch.inference_mode,
-        torch.autograd.graph.save_on_cpu,
-        lambda: torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone),
-        lambda: torch.autograd.graph.disable_saved_tensors_hooks("not here"),
-    ],
-)
-def test_it_is_laid_in_any_mode(mode: Callable[[], AbstractContextManager[None]]) -> None:
-    model = Net().eval()
-    with mode():
-        wire = wire_of(model)
-    assert wire.untouched()
-    write_in_place(model)
-    assert not wire.untouched()
-
-
-def test_it_leaves_autograd_as_it_is() -> None:
-    model = Net().eval()
-    wire = wire_of(model)
-    assert {p.grad_fn for p in model.parameters()} == {None}
-    model(torch.randn(3, 4)).sum().backward()
-    assert all(p.grad is not None for p in model.parameters())
-    assert wire.untouched()
 
 
 def test_calls_and_looks_do_not() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import torch_nimble as nimble
-from cpu.helpers import assert_equal, eager, snapshot
+from cpu.helpers import Model, assert_equal, eager, snapshot
 from gpu.helpers import (
     DEVICE,
     LIBRARIES_BYTES,
@@ -406,6 +406,29 @@ def test_a_graph_is_captured_in_a_call_while_another_engine_prepares() -> None:
                 assert_close(fast(*inputs), eager(model, *copies))
 
         in_threads(2, work)
+
+
+@torch.library.custom_op("torch_nimble_tests::noisy", mutates_args=())
+def noisy(x: torch.Tensor) -> torch.Tensor:
+    """Draws, and does not say so."""
+    return x + torch.rand_like(x)
+
+
+@noisy.register_fake
+def _noisy_fake(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_operators_of_libraries_may_draw_without_saying_so() -> None:
+    model = ready(Model(lambda m, x: noisy(m.linear(x)), linear=nn.Linear(16, 16)))
+    x = rows(4)
+    with nimble.compile(model, (x,)) as fast:
+        first, second = fast(x), fast(x)
+        assert fallbacks(fast) == []
+    drawn = first - eager(model.linear, x)
+    assert_differs(first, second)
+    assert drawn.min() > -1e-4
+    assert drawn.max() < 1 + 1e-4
 
 
 def test_other_threads_draw_numbers_while_a_graph_is_captured() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torch_nimble.execute.streams import Streams, abandon, begin
+from torch_nimble.execute.streams import Streams, capturing
 from torch_nimble.execute.walk import no_garbage_collection
 
 _NUMBER = -3
@@ -33,14 +33,8 @@ class Replays:
             self._stream.wait_stream(current)
             work()
             self._stream.synchronize()
-            with no_garbage_collection():
-                begin(graph, self.device, self._pool)
-                try:
-                    work()
-                    graph.capture_end()
-                except BaseException:
-                    abandon(graph, self.device, self._pool)
-                    raise
+            with no_garbage_collection(), capturing(graph, self.device, self._pool):
+                work()
         return Replayed(graph, self._streams, self._stream, work)
 
 

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import functools
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -56,31 +57,37 @@ class Streams:
         return self._made[key]
 
 
-def begin(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any, *, draws: bool = False) -> None:
-    """Start to capture on the current stream of that device; tell if what is captured draws numbers.
+@contextlib.contextmanager
+def capturing(
+    graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any, *, draws: bool = False
+) -> Iterator[None]:
+    """Capture what is done inside, on the current stream of that device; tell if it may draw numbers.
 
-    Other threads cannot draw from a generator that is a part of a capture, as torch makes the device's
-    one of every capture. It gets a copy where nothing is drawn.
+    Torch makes the device's generator a part of every capture, and nobody else can draw from it then.
+    Where nothing is drawn, the capture gets a copy of it, and others are disturbed only for the moment
+    in which it begins.
     """
     generator = torch.cuda.default_generators[device.index]
-    own = generator.graphsafe_get_state()
-    if not draws:
-        generator.graphsafe_set_state(generator.clone_state())
     try:
-        graph.capture_begin(pool, capture_error_mode="thread_local")
-    finally:
-        generator.graphsafe_set_state(own)
-
-
-def abandon(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
-    """End a capture that failed: torch throws before it lets go of the pool and of the generator."""
-    with contextlib.suppress(RuntimeError):
+        own = generator.graphsafe_get_state()
+        try:
+            if not draws:
+                generator.graphsafe_set_state(generator.clone_state())
+            graph.capture_begin(pool, capture_error_mode="thread_local")
+        finally:
+            generator.graphsafe_set_state(own)
+        yield
         graph.capture_end()
-    with contextlib.suppress(RuntimeError):
-        torch._C._cuda_endAllocateToPool(device.index, pool)
-    # It would refuse to draw outside of captures. Graphs captured before keep the state they had.
-    generator = torch.cuda.default_generators[device.index]
-    generator.graphsafe_set_state(generator.clone_state())
+    except BaseException:
+        # Torch throws before it lets go of the pool and of the generator.
+        with contextlib.suppress(RuntimeError):
+            graph.capture_end()
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(device.index, pool)
+        if draws:
+            # It would not draw outside of captures. Graphs captured before keep the state they had.
+            generator.graphsafe_set_state(generator.clone_state())
+        raise
 
 
 def _create(device: torch.device, priority: int) -> int:

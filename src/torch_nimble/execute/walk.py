@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from torch_nimble.execute.room import Room
-from torch_nimble.execute.streams import abandon, begin
+from torch_nimble.execute.streams import capturing
 from torch_nimble.lower import Lowered
 from torch_nimble.lower.observe import storage_of, tensors_in
 from torch_nimble.lower.program import Call, resolve
@@ -28,6 +28,7 @@ Tensor = torch.Tensor
 TaskHook = Callable[[Launch], None]
 # Streams beside those of the plan, which count from 0.
 _ORIGIN, _WARM_UP = -1, -2
+_SAY_WHEN_THEY_DRAW = ("aten", "prims", "torch_nimble")
 
 
 class Around(Protocol):
@@ -96,8 +97,7 @@ class Walk:
         # Not the whole device: that would break a capture of somebody else's.
         torch.cuda.current_stream().synchronize()
         with no_garbage_collection(), torch.cuda.stream(origin):
-            begin(graph, self._room.device, self._pool, draws=self._lowered.graph.draws)
-            try:
+            with capturing(graph, self._room.device, self._pool, draws=_may_draw(self._lowered)):
                 if around is not None:
                     around.before(origin)
                 self._fork()
@@ -106,16 +106,8 @@ class Walk:
                     origin.wait_stream(stream)
                 if around is not None:
                     around.after(origin, self._outputs())
-            except BaseException:
-                abandon(graph, self._room.device, self._pool)
-                raise
-            try:
-                graph.capture_end()
-                if around is not None:
-                    graph.instantiate()
-            except RuntimeError:
-                abandon(graph, self._room.device, self._pool)
-                raise
+            if around is not None:
+                graph.instantiate()
         check_memory(self._lowered.graph, self._plan, self._places, kept=self._kept)
         return graph, self._outputs(), covered_bytes(self._places.values())
 
@@ -198,6 +190,15 @@ class Walk:
     def _release(self, buffer: str) -> None:
         for name in self._values_of.pop(buffer, ()):
             self._buffer_of.pop(storage_of(self._values.pop(name)), None)
+
+
+def _may_draw(lowered: Lowered) -> bool:
+    """Whether a task draws numbers, or is an operator of a library that may do so without saying it."""
+    operators = (call.target for calls in lowered.program.tasks.values() for call in calls)
+    return lowered.graph.draws or any(
+        isinstance(operator, torch._ops.OpOverload) and operator.namespace not in _SAY_WHEN_THEY_DRAW
+        for operator in operators
+    )
 
 
 def _buffers_of_operators(lowered: Lowered) -> dict[str, dict[int, str]]:

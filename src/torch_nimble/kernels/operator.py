@@ -91,7 +91,7 @@ def site_of(
         after=after,
         has_bias=bias is not None,
         adds=added is not None,
-        is_scaled=bias is not None and bias.dim() == 2,
+        is_scaled=bias is not None and bias.dim() == 2 and bias.dtype == torch.float32,
     )
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torch_nimble.errors import NimbleWarning, OptionError
-from torch_nimble.execute.streams import Streams, abandon, begin
+from torch_nimble.execute.streams import Streams, capturing
 
 Key = tuple[tuple[int, int], ...]
 _NUMBER = -5
@@ -100,14 +100,13 @@ class Processes:
             torch.cuda.CUDAGraph(),
             torch.cuda.graph_pool_handle(),
         )
-        with streams.lock, torch.cuda.device(device), torch.cuda.stream(stream):
-            begin(graph, device, pool)
-            try:
-                self._exchange(tensors)
-                graph.capture_end()
-            except RuntimeError:
-                abandon(graph, device, pool)
-                raise
+        with (
+            streams.lock,
+            torch.cuda.device(device),
+            torch.cuda.stream(stream),
+            capturing(graph, device, pool),
+        ):
+            self._exchange(tensors)
         return graph
 
     def forget(self) -> None:

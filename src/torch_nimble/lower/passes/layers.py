@@ -153,8 +153,9 @@ class _Search:
             return None
         is_linear = node.target is _aten.linear.default
         made, channels = size if is_linear else size[::-1]
-        if node.kwargs or (node.target is _aten.addmm.default and shape_of(bias) != (made,)):
-            return None  # factors, or more than a row is added
+        has_row = bias is None or is_folded(weight, bias) or shape_of(bias) == (made,)
+        if node.kwargs or not has_row:  # factors, or something else is added
+            return None
         return Site(
             image=(rows, channels, 1, 1),
             made=made,
