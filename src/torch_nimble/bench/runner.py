@@ -152,8 +152,9 @@ class _Workers:
             ThreadPoolExecutor(self._wanted.parallel) as pool,
         ):
             turns = str(Path(folder, "turns")) if self._wanted.parallel > 1 else ""
-            if turns and math.isinf(self._wanted.seconds):
-                todo = sorted(todo, key=lambda one: one[0].case.target not in LONGEST)
+            if turns:
+                is_limited = math.isfinite(self._wanted.seconds)
+                todo = sorted(todo, key=lambda one: (one[0].case.target in LONGEST) == is_limited)
             try:
                 return list(
                     pool.map(lambda one: self._measure(replace(one[0], turns=turns), one[1]), todo)

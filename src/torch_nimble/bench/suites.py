@@ -55,7 +55,8 @@ PAPER_IDLE = 0.91
 """The largest share of time that the GPU was idle under PyTorch in the paper."""
 
 LONGEST = ("nasnet-a-large", "nasnet-a-mobile", "amoebanet", "darts", "efficientnet-b5")
-"""What takes longest to prepare: to begin with it leaves nobody to be waited for at the end."""
+"""What takes longest to prepare: to begin with it leaves nobody to be waited for at the end. Where time
+is limited it comes last."""
 
 # Tuning takes minutes for each.
 _TUNED = ("resnet50", "mobilenet-v2", "nasnet-a-mobile")
