@@ -187,7 +187,7 @@ class Engine(ModelFace, Planned):
             self._drop_plans()
             callee = Callee(self._callee.target)
             self._set_own("_callee", callee)
-            self._set_own("_modules_watch", ModuleWatch(callee.modules.values()))
+            self._set_own("_modules_watch", ModuleWatch(callee.modules.values(), callee.watched))
 
     # ------------------------------------------------------------ forgetting
 

@@ -55,7 +55,7 @@ class Planned(ABC):
     def _begin(self, callee: Callee, options: Options, progress: Progress) -> None:
         set_own = self._set_own
         set_own("_callee", callee)
-        set_own("_modules_watch", ModuleWatch(callee.modules.values()))
+        set_own("_modules_watch", ModuleWatch(callee.modules.values(), callee.watched))
         set_own("_options", options)
         set_own("_progress", progress)
         set_own("_prepared", {})
@@ -169,6 +169,8 @@ class Planned(ABC):
             except torch.OutOfMemoryError as error:
                 said = str(error).split(".")[0]
             else:
+                self._modules_watch.ignore(adapter.assigned)
+                self._callee.ignore(adapter.assigned.containers)
                 self._prepared[signature] = prepared
                 return prepared
             # Only now is the traceback gone, and with it the last hold on what was allocated.

@@ -114,6 +114,10 @@ def _prepare(
     stages: _Stages,
     notes: list[Candidate],
 ) -> Choice:
+    device.get_ready()
+    if not adapter.trains:
+        with stages("run eager"), generators_kept():
+            _fill_caches(adapter, tensors)
     with stages("capture"):
         captured = device.capture(adapter, tensors)
     with stages("choose kernels"):
@@ -194,17 +198,33 @@ def _casts_of(node: fx.Node, depth: int = 3) -> Iterator[torch.Tensor]:
             yield from _casts_of(user, depth - 1)
 
 
+def _fill_caches(adapter: Traceable, tensors: Sequence[torch.Tensor]) -> None:
+    """One call of the model on copies: what it makes in its first call and keeps is to be real.
+
+    A trace would leave its own stand-ins for tensors there, and the model would be broken for good.
+    """
+    with _blaming_inputs(adapter, tensors):
+        adapter.eager([tensor.clone() for tensor in tensors])
+
+
 def _reference(adapter: Traceable, trial: Trial, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """What eager gives, from the caller's random state."""
-    try:
+    with _blaming_inputs(adapter, tensors):
         reference = trial.eager()
         if adapter.assigned:
             _refuse_hidden_state(adapter, trial, reference)
+        return reference
+
+
+@contextlib.contextmanager
+def _blaming_inputs(adapter: Traceable, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """What the model itself raises is said to be about its inputs."""
+    try:
+        yield
     except (CaptureError, torch.OutOfMemoryError):
         raise
     except (RuntimeError, TypeError, ValueError) as reason:
         raise refused_by_model(adapter.callee.name, tensors, reason) from reason
-    return reference
 
 
 def _check(device: Device, entry: Entry, reference: Sequence[torch.Tensor]) -> None:
@@ -234,7 +254,7 @@ def _refuse_hidden_state(adapter: Traceable, trial: Trial, reference: Sequence[t
     if not agrees(trial.eager(), reference):
         raise CaptureError(
             f"{adapter.callee.name} ({adapter.callee.location}) keeps state between calls in "
-            f"{', '.join(adapter.assigned)}; a plan sees only buffers. Use register_buffer for it"
+            f"{adapter.assigned}; a plan sees only buffers. Use register_buffer for it"
         )
 
 

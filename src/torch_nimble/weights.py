@@ -12,7 +12,7 @@ array that shares the memory move none either and cannot be seen: `update_weight
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 from weakref import WeakValueDictionary
@@ -21,16 +21,14 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from torch_nimble.capture import MODEL_LOCK, Source
+from torch_nimble.capture import MODEL_LOCK, Assigned, Source
+from torch_nimble.contents import Contents, is_value, own_attributes, own_data
 from torch_nimble.execute.autocast import autocast_off
 from torch_nimble.lower import Program, Ref
 from torch_nimble.lower.program import resolve
 from torch_nimble.touched import Tables
 
-_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
-
 _optimizer_steps = [0]
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _TRAINING = operator.itemgetter("training")
 _VERSION = operator.attrgetter("_version")
 _DATA_PTR = torch.Tensor.data_ptr
@@ -133,23 +131,24 @@ def _key(value: Any, keys: Mapping[str, Any]) -> Any:
 
 
 class ModuleWatch:
-    """The modules of a model as they were: which there are, their plain attributes, hooks and modes.
+    """The modules of a model as they were: which there are, their attributes, hooks and modes.
 
     All that is frozen into a graph by tracing, and none of it may change unnoticed. A network has
     thousands of such things, and they are looked at in every call: all loops here run inside of `map`.
+    What lies on devices is asked of `roots` alone, not of what is watched beside them.
     """
 
-    def __init__(self, roots: Iterable[nn.Module]) -> None:
-        self.modules = list(dict.fromkeys(m for root in roots for m in root.modules()))
+    def __init__(self, roots: Iterable[nn.Module], beside: Iterable[nn.Module] = ()) -> None:
+        self._own = list(dict.fromkeys(m for root in roots for m in root.modules()))
+        others = (m for root in beside for m in root.modules())
+        self.modules = list(dict.fromkeys([*self._own, *others]))
+        self._ignored: set[tuple[int, str]] = set()
         self._children_of = [m._modules for m in self.modules if m._modules]
         self._children = self._children_now()
         self._tables = [vars(module) for module in self.modules]
         self._sizes = list(map(len, self._tables))
-        watched = [(table, names) for table in self._tables if (names := _own_attributes(table))]
-        self._owners = [table for table, _ in watched]
-        # A key that every module has, so that the getter returns a tuple in any case.
-        self._getters = [operator.itemgetter("_modules", *names) for _, names in watched]
-        self._values = self._values_now()
+        self._values, self._objects = self._attributes(is_value), self._attributes(_is_object)
+        self.contents = Contents([value for module in self.modules for value in own_data(module)])
         self._hooks = [hooks for m in self.modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._hook_keys = self._hook_keys_now()
         self._first: tuple[dict[str, Any], str] | None = None
@@ -158,8 +157,24 @@ class ModuleWatch:
     def _children_now(self) -> list[nn.Module | None]:
         return list(chain.from_iterable(map(dict.values, self._children_of)))
 
-    def _values_now(self) -> list[tuple[Any, ...]]:
-        return list(map(operator.call, self._getters, self._owners))
+    def _attributes(self, kind: Callable[[Any], bool]) -> _Attributes:
+        names = [
+            [
+                name
+                for name, value in own_attributes(module)
+                if kind(value) and (id(vars(module)), name) not in self._ignored
+            ]
+            for module in self.modules
+        ]
+        return _Attributes(self._tables, names)
+
+    def ignore(self, assigned: Assigned) -> None:
+        """Do not look at these any more: calls change them without effect."""
+        if assigned:
+            self._ignored |= {(id(vars(module)), name) for module, name in assigned.attributes}
+            self._values, self._objects = self._attributes(is_value), self._attributes(_is_object)
+            self._sizes = list(map(len, self._tables))
+            self.contents.ignore(assigned.containers)
 
     def _hook_keys_now(self) -> list[int]:
         return list(chain.from_iterable(self._hooks)) if any(self._hooks) else []
@@ -171,10 +186,7 @@ class ModuleWatch:
             return False
         if self._sizes != list(map(len, self._tables)) or self._hook_keys != self._hook_keys_now():
             return False
-        try:
-            return self._values == self._values_now()
-        except KeyError:  # an attribute is gone
-            return False
+        return self._values.equal() and self._objects.identical() and self.contents.unchanged()
 
     def training(self) -> list[bool]:
         """The mode of every module."""
@@ -194,7 +206,7 @@ class ModuleWatch:
         """Go through all tensors."""
         found = {
             (id(table), key): (table, key, tensor.device)
-            for module in self.modules
+            for module in self._own
             for table in (module._parameters, module._buffers)
             for key, tensor in table.items()
             if tensor is not None
@@ -203,9 +215,37 @@ class ModuleWatch:
         self._devices = frozenset(device for _, _, device in found.values())
 
 
-def _own_attributes(table: dict[str, Any]) -> list[str]:
-    """Plain attributes of a module beside those that every module has."""
-    return [n for n, value in table.items() if isinstance(value, _PLAIN) and n not in _OF_EVERY_MODULE]
+class _Attributes:
+    """Some attributes of modules, as they were."""
+
+    def __init__(self, tables: Sequence[dict[str, Any]], names: Sequence[Sequence[str]]) -> None:
+        watched = [(table, some) for table, some in zip(tables, names, strict=True) if some]
+        self._owners = [table for table, _ in watched]
+        # A key that every module has, so that the getter returns a tuple in any case.
+        self._getters = [operator.itemgetter("_modules", *some) for _, some in watched]
+        self._held = self._now()
+
+    def _now(self) -> list[tuple[Any, ...]]:
+        return list(map(operator.call, self._getters, self._owners))
+
+    def equal(self) -> bool:
+        """Whether they have the same values."""
+        try:
+            return self._held == self._now()
+        except KeyError:  # one is gone
+            return False
+
+    def identical(self) -> bool:
+        """Whether they are the same objects."""
+        try:
+            now = self._now()
+        except KeyError:
+            return False
+        return all(map(operator.is_, chain.from_iterable(now), chain.from_iterable(self._held)))
+
+
+def _is_object(value: Any) -> bool:
+    return not is_value(value)
 
 
 class Watch:
@@ -295,11 +335,14 @@ class Tripwire:
     def __init__(self, modules: ModuleWatch, watch: Watch) -> None:
         self._watch = watch
         inner = [t for m in modules.modules for t in (m._parameters, m._buffers, m._modules)]
-        self._tables = Tables([*modules._tables, *modules._hooks, *inner])
+        self._contents = modules.contents
+        self._tables = Tables([*modules._tables, *modules._hooks, *inner, *self._contents.tables])
 
     def untouched(self) -> bool:
         """Whether no table, tensor, hook or optimizer has done anything."""
-        return self._tables.untouched() and self._watch.as_they_were()
+        return (
+            self._tables.untouched() and self._watch.as_they_were() and self._contents.others_unchanged()
+        )
 
 
 def _compared(tensors: list[torch.Tensor], addresses: list[int], indices: list[int]) -> bool:

@@ -11,11 +11,12 @@ from torch_nimble.capture.inference import (
     Traceable,
     capture,
 )
-from torch_nimble.capture.isolation import TorchGenerators, examples, generators_kept
+from torch_nimble.capture.isolation import Assigned, TorchGenerators, examples, generators_kept
 
 __all__ = [
     "MODEL_LOCK",
     "Adapter",
+    "Assigned",
     "AutocastState",
     "Callee",
     "Captured",

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_nimble.contents import Contents
 from torch_nimble.errors import InputError, OptionError
 
 _PLAIN = (bool, int, float, complex, str)
@@ -38,7 +39,10 @@ class Callee:
         self.target: Callable[..., Any] = target
         self.traced: Callable[..., Any] = _traceable(target)
         self._reached = list(_reachable(target))
+        self._contents = Contents(self.values)
         self.modules = _modules_among(self._reached)
+        self.watched: Iterable[nn.Module] = tuple(self.modules.values())
+        """Modules whose attributes calls may read."""
         self.name: str = (
             type(target).__name__
             if isinstance(target, nn.Module)
@@ -51,13 +55,23 @@ class Callee:
         return self.target if isinstance(self.target, nn.Module) else None
 
     def reaches_the_same(self) -> bool:
-        """Whether none of the names that a function uses was bound to another value."""
+        """Whether all names that a function uses are bound to what they were, containers filled so."""
         if self.module is not None:
             return True
         now = list(_reachable(self.target))
-        return len(now) == len(self._reached) and all(
+        is_same = len(now) == len(self._reached) and all(
             value is known for (_, value), (_, known) in zip(now, self._reached, strict=True)
         )
+        return is_same and self._contents.unchanged()
+
+    @property
+    def values(self) -> list[Any]:
+        """What a function has bound."""
+        return [] if self.module is not None else [value for _, value in self._reached]
+
+    def ignore(self, containers: Iterable[Any]) -> None:
+        """Do not look into these any more: calls change them without effect."""
+        self._contents.ignore(containers)
 
     @property
     def location(self) -> str:

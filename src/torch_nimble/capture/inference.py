@@ -25,8 +25,10 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch_nimble.capture.callee import Callee
 from torch_nimble.capture.failure import explain_failure, refuse_dynamic
 from torch_nimble.capture.isolation import (
+    Assigned,
     Assignments,
     ParametersKnown,
+    attributes_kept,
     refusing_frozen_draws,
     replaced,
 )
@@ -96,7 +98,13 @@ def capture(adapter: Adapter, tensors: Sequence[torch.Tensor], *, functional: bo
     """
     callee = adapter.callee
     try:
-        with MODEL_LOCK, _nobody_traces(), refusing_frozen_draws(callee), _quiet():
+        with (
+            MODEL_LOCK,
+            _nobody_traces(),
+            refusing_frozen_draws(callee),
+            _quiet(),
+            attributes_kept(callee.modules.values(), callee.values),
+        ):
             program = torch.export.export(adapter, tuple(tensors), strict=False)
             if functional or not _writes_only_its_own(program.graph):
                 program = program.run_decompositions({})
@@ -177,8 +185,8 @@ class Traceable(Protocol):
     """Whether a call is a training step."""
 
     @property
-    def assigned(self) -> Sequence[str]:
-        """Attributes of modules that the last eager call assigned."""
+    def assigned(self) -> Assigned:
+        """What calls have left in Python's objects."""
 
     def capture(self, tensors: Sequence[torch.Tensor], *, functional: bool = True) -> Captured:
         """The graph of one call with tensors like these."""
@@ -229,8 +237,8 @@ class Adapter(nn.Module):
         return self._seen.structure
 
     @property
-    def assigned(self) -> list[str]:
-        """Attributes of modules that the last call assigned, other than buffers."""
+    def assigned(self) -> Assigned:
+        """What calls have left in Python's objects, other than buffers."""
         return self._seen.assigned
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -241,7 +249,8 @@ class Adapter(nn.Module):
             result = self.callee.traced(*args, **kwargs)
         self._refuse_changed_containers(args, kwargs, tensors)
         results, structure = flatten_output(result)
-        results, self._seen.assigned = assignments.settle(results)
+        results, assigned = assignments.settle(results)
+        self._seen.assigned |= assigned
         self._seen.structure = structure
         return tuple(results)
 
@@ -272,7 +281,7 @@ class _Seen:
     """What was seen of the last call, in an object that torch.export does not look into."""
 
     structure: Structure
-    assigned: list[str]
+    assigned = Assigned()
 
 
 def _normalised(adapter: Adapter, program: torch.export.ExportedProgram) -> Captured:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -17,6 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from torch_nimble.capture.callee import Callee
+from torch_nimble.contents import Contents, own_data
 from torch_nimble.errors import CaptureError
 
 _COUNTED = (bool, int, float, str)
@@ -57,6 +59,27 @@ def replaced(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[
             table.update(old)
 
 
+@contextlib.contextmanager
+def attributes_kept(roots: Iterable[nn.Module], others: Iterable[Any] = ()) -> Iterator[None]:
+    """Attributes of modules afterwards as they were, and what is in them and in other values.
+
+    Code that is traced may leave fakes there, and torch.export copies where it restores.
+    """
+    modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
+    before = [(vars(module), dict(vars(module))) for module in modules]
+    contents = Contents([*others, *(value for module in modules for value in own_data(module))])
+    try:
+        yield
+    finally:
+        for table, old in before:
+            for name in [name for name in table if name not in old]:
+                del table[name]
+            for name, value in old.items():
+                if table.get(name) is not value:
+                    table[name] = value
+        contents.put_back()
+
+
 class TorchGenerators:
     """The states of torch's default generators, of the CPU and of every GPU in use."""
 
@@ -90,12 +113,40 @@ def refusing_frozen_draws(callee: Callee) -> Iterator[None]:
                 )
 
 
+@dataclass(frozen=True)
+class Assigned:
+    """What a call of a model has left in Python's objects, other than numbers and buffers."""
+
+    attributes: tuple[tuple[nn.Module, str], ...] = ()
+    """Those that were set."""
+    containers: tuple[Any, ...] = ()
+    """Lists, dicts and sets that hold something else than before."""
+
+    def __bool__(self) -> bool:
+        return bool(self.attributes or self.containers)
+
+    def __or__(self, other: Assigned) -> Assigned:
+        containers = {id(one): one for one in (*self.containers, *other.containers)}
+        attributes = dict.fromkeys((*self.attributes, *other.attributes))
+        return Assigned(tuple(attributes), tuple(containers.values()))
+
+    def __str__(self) -> str:
+        names = [f"{type(module).__name__}.{name}" for module, name in self.attributes]
+        return ", ".join([*names, *(_described(container) for container in self.containers)])
+
+
+def _described(container: Any) -> str:
+    text = repr(container)
+    return f"the {type(container).__name__} {text if len(text) <= 60 else text[:59] + '…'}"
+
+
 class Assignments:
     """What a call assigns to attributes of modules, made visible to a graph, or refused.
 
     A buffer that is assigned anew (`self.total = self.total + x`) is written in place instead, which
     a graph can record. A number that is counted up on the Python side cannot be: CaptureError. Other
-    attributes that were assigned are named, so that their influence can be looked at.
+    attributes that were assigned, and containers that were filled, are told, so that their influence
+    can be looked at.
     """
 
     def __init__(self, callee: Callee) -> None:
@@ -105,9 +156,12 @@ class Assignments:
         )
         self._attributes = [dict(vars(module)) for module in self._modules]
         self._buffers = [(m._buffers, n, b) for m in self._modules for n, b in m._buffers.items()]
+        self._contents = Contents(
+            [*callee.values, *(value for module in self._modules for value in own_data(module))]
+        )
 
-    def settle(self, results: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[str]]:
-        """The results, copied where a buffer's new value would overwrite them; other names assigned."""
+    def settle(self, results: list[torch.Tensor]) -> tuple[list[torch.Tensor], Assigned]:
+        """The results, copied where a buffer's new value would overwrite them; what else was left."""
         self._refuse_counting()
         assigned = [entry for entry in self._buffers if entry[0].get(entry[1]) is not entry[2]]
         memory = {_storage(old) for _, _, old in assigned if old is not None}
@@ -121,7 +175,8 @@ class Assignments:
                 )
             old.copy_(new)
             table[name] = old
-        return results, [f"{type(m).__name__}.{name}" for m, name, _, _ in self._changes()]
+        attributes = tuple((module, name) for module, name, _, _ in self._changes())
+        return results, Assigned(attributes, tuple(self._contents.changed()))
 
     def _changes(self) -> Iterator[tuple[nn.Module, str, object, object]]:
         for module, before in zip(self._modules, self._attributes, strict=True):

@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 import torch.utils.checkpoint as checkpointing
-from torch import fx, nn
+from torch import fx
 
 from torch_nimble.capture.inference import Captured, Source
 from torch_nimble.errors import CaptureError
@@ -147,21 +147,6 @@ def noticing_checkpoints() -> Iterator[list[str]]:
         mock.patch.object(checkpointing, "CheckpointFunction", NotReentrant),
     ):
         yield used
-
-
-@contextlib.contextmanager
-def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Attributes of its modules afterwards as they were: code that is traced may leave fakes there."""
-    before = [(vars(module), dict(vars(module))) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for table, old in before:
-            for name in [name for name in table if name not in old]:
-                del table[name]
-            for name, value in old.items():
-                if table.get(name) is not value:
-                    table[name] = value
 
 
 def batch_target(index: int) -> str:

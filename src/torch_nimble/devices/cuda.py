@@ -87,8 +87,11 @@ class CudaDevice(Device):
 
     def capture(self, adapter: Traceable, tensors: Sequence[torch.Tensor]) -> Captured:
         """A graph for Inductor, which makes it functional itself; functional without Inductor."""
-        inductor.start_workers(self.device)
         return adapter.capture(tensors, functional=inductor.unsupported() is not None)
+
+    def get_ready(self) -> None:
+        """Start Inductor's workers."""
+        inductor.start_workers(self.device)
 
     def choose_kernels(self, captured: Captured, options: Options, notes: list[Candidate]) -> Tuning:
         """The library's or one of ours for each kind of layer, by what is faster here."""

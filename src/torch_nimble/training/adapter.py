@@ -19,10 +19,15 @@ from torch import nn
 
 from torch_nimble.capture import MODEL_LOCK, AutocastState, Callee, Captured, StandIn
 from torch_nimble.capture.failure import explain_failure
-from torch_nimble.capture.isolation import Assignments, refusing_frozen_draws, replaced
+from torch_nimble.capture.isolation import (
+    Assigned,
+    Assignments,
+    attributes_kept,
+    refusing_frozen_draws,
+    replaced,
+)
 from torch_nimble.capture.traced import (
     as_captured,
-    attributes_kept,
     batch_target,
     noticing_checkpoints,
     trace,
@@ -98,6 +103,7 @@ class StepCallee(Callee):
 
     def __init__(self, loss_fn: LossFunction, model: nn.Module) -> None:
         super().__init__(functools.partial(loss_fn, model))
+        self.watched = (model, *self.modules.values())
         self.modules = {"model": model}
         self.name = f"the training step of {type(model).__name__}"
         self._loss_fn = Callee(loss_fn)
@@ -128,7 +134,7 @@ class StepAdapter:
         self._autocast = autocast
         self._phase = phase
         self.output_structure: Structure
-        self.assigned: Sequence[str] = ()
+        self.assigned = Assigned()
         self.updated = updated
         """The parameters that get a gradient: found out, or given for an update without a batch."""
 
@@ -158,7 +164,7 @@ class StepAdapter:
             with (
                 MODEL_LOCK,
                 refusing_frozen_draws(self.callee),
-                attributes_kept(self._step.model),
+                attributes_kept([self._step.model], self.callee.values),
                 noticing_checkpoints() as checkpoints,
             ):
                 module = trace(function, [*state, *tensors])
@@ -354,7 +360,8 @@ class StepAdapter:
                 loss, rest = step.losses(args, kwargs)
             results, _ = flatten_output(step.results(loss, rest))
             with torch.no_grad():
-                results, self.assigned = assignments.settle(results)
+                results, assigned = assignments.settle(results)
+                self.assigned |= assigned
             step.weighed(loss, state.get("scaler._scale")).backward()  # type: ignore[no-untyped-call]
         if self._phase not in ("", "first batch"):
             for name, parameter in trained.items():

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from torch_nimble.capture.traced import attributes_kept
+from torch_nimble.capture.isolation import attributes_kept
 from torch_nimble.errors import InputError, StateError
 from torch_nimble.options import Options
 from torch_nimble.planned import Planned
@@ -249,7 +249,7 @@ class TrainingStep(Planned):
 
     def _prepare(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Prepared | None:
         try:
-            with attributes_kept(self.model):
+            with attributes_kept([self.model]):
                 return super()._prepare(structure, tensors)
         except CountsApartError as found:
             self._begin_anew(found.parts)
@@ -274,6 +274,7 @@ class TrainingStep(Planned):
         if (
             self._left is not None
             and self._left[0].untouched()
+            and self._modules_watch.contents.others_unchanged()
             and self._step.state.marks() == self._left[1]
             and not any_hooks(self._parameters)
             and self._callee.reaches_the_same()
@@ -305,7 +306,7 @@ class TrainingStep(Planned):
                 module._backward_hooks,
                 module._backward_pre_hooks,
             )
-        ]
+        ] + self._modules_watch.contents.tables
 
     def _look_at_all(self) -> None:
         """Forget all plans if more than values has changed.
@@ -331,7 +332,7 @@ class TrainingStep(Planned):
         before = self._step.state
         before.let_go()
         self._callee = StepCallee(self._settings.loss_fn, self._settings.model)
-        self._modules_watch = ModuleWatch(self._callee.modules.values())
+        self._modules_watch = ModuleWatch(self._callee.modules.values(), self._callee.watched)
         self._renew(parts)
         if self._batches > 0:
             self._step.state.take_sums(before)

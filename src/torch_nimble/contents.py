@@ -1,0 +1,168 @@
+"""Plain Python data that hangs on modules or that functions use, and whether it is as it was.
+
+Tracing freezes whatever the code reads: not only tensors and numbers, but what is in lists, dicts, sets
+and in objects that consist of such data, like the configuration of a network. These are looked at by
+what they hold. Other objects are only known by which they are, and large containers are not looked into.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import operator
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+_PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    enum.Enum,
+    range,
+    slice,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+_OPAQUE = (torch.Tensor, nn.Module, type, types.ModuleType, types.FunctionType, functools.partial)
+_DEPTH, _MOST = 4, 1000
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+def is_value(value: Any) -> bool:
+    """Whether a value cannot change by itself, and equal ones are as good."""
+    if isinstance(value, tuple | frozenset):
+        return all(map(is_value, value))
+    return isinstance(value, _PLAIN)
+
+
+def own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """What a module holds beside tensors, modules, and what all modules hold."""
+    for name, value in vars(module).items():
+        if name not in _OF_EVERY_MODULE and not isinstance(value, torch.Tensor | nn.Module):
+            yield name, value
+
+
+def own_data(module: nn.Module) -> list[Any]:
+    """What may change inside of a module's attributes; torch's own modules leave theirs alone."""
+    if type(module).__module__.startswith("torch."):
+        return []
+    return [value for _, value in own_attributes(module) if not is_value(value)]
+
+
+class Contents:
+    """Containers that some values are or lead to, with what is in them."""
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self.containers: list[Any] = []
+        self._seen: set[int] = set()
+        for value in values:
+            self._look_into(value, _DEPTH)
+        self._held = [_copy(container) for container in self.containers]
+
+    @property
+    def tables(self) -> list[dict[Any, Any]]:
+        """Those of which Python itself counts the changes."""
+        return [container for container in self.containers if isinstance(container, dict)]
+
+    def changed(self) -> list[Any]:
+        """The containers that hold something else now."""
+        pairs = zip(self.containers, self._held, strict=True)
+        return [container for container, held in pairs if not _same(container, held)]
+
+    def unchanged(self) -> bool:
+        """Whether all hold what they held."""
+        return all(map(_same, self.containers, self._held))
+
+    def others_unchanged(self) -> bool:
+        """The same of those that are no tables."""
+        pairs = zip(self.containers, self._held, strict=True)
+        return all(_same(one, held) for one, held in pairs if not isinstance(one, dict))
+
+    def put_back(self) -> None:
+        """Fill those that changed as they were."""
+        for container, held in zip(self.containers, self._held, strict=True):
+            if not _same(container, held):
+                container.clear()
+                if isinstance(container, dict):
+                    half = len(held) // 2
+                    container.update(zip(held[:half], held[half:], strict=True))
+                elif isinstance(container, set):
+                    container |= held
+                else:
+                    container += held
+
+    def ignore(self, containers: Iterable[Any]) -> None:
+        """Do not look at these any more."""
+        ignored = {id(container) for container in containers}
+        kept = [i for i, container in enumerate(self.containers) if id(container) not in ignored]
+        self.containers = [self.containers[i] for i in kept]
+        self._held = [self._held[i] for i in kept]
+
+    def _look_into(self, value: Any, depth: int) -> None:
+        if depth == 0 or is_value(value) or isinstance(value, _OPAQUE) or id(value) in self._seen:
+            return
+        container = value
+        if not isinstance(value, list | dict | set | tuple):
+            if not _is_record(value, depth):
+                return
+            container = vars(value)
+        if len(container) > _MOST:
+            return
+        self._seen.add(id(value))
+        if not isinstance(container, tuple):
+            self.containers.append(container)
+        for item in container.values() if isinstance(container, dict) else container:
+            self._look_into(item, depth - 1)
+
+
+def _is_record(value: Any, depth: int) -> bool:
+    """Whether an object consists of plain data."""
+    table = getattr(value, "__dict__", None)
+    if not isinstance(table, dict) or callable(value):
+        return False
+    return all(_is_data(item, depth - 1) for item in table.values())
+
+
+def _is_data(value: Any, depth: int) -> bool:
+    if is_value(value):
+        return True
+    if depth == 0 or isinstance(value, _OPAQUE):
+        return False
+    if isinstance(value, list | tuple | set):
+        return len(value) > _MOST or all(_is_data(item, depth - 1) for item in value)
+    if isinstance(value, dict):
+        return len(value) > _MOST or all(_is_data(item, depth - 1) for item in value.values())
+    return _is_record(value, depth)
+
+
+def _copy(container: Any) -> Any:
+    return container.copy() if isinstance(container, set) else [*_items(container)]
+
+
+def _items(container: Any) -> Iterator[Any]:
+    if isinstance(container, dict):
+        yield from container.keys()
+        yield from container.values()
+    else:
+        yield from container
+
+
+def _same(container: Any, held: Any) -> bool:
+    if isinstance(container, set):
+        return bool(container == held)
+    now = [*_items(container)]
+    if len(now) != len(held):
+        return False
+    return all(map(operator.is_, now, held)) or all(
+        a is b or (type(a) is type(b) and is_value(a) and a == b) for a, b in zip(now, held, strict=True)
+    )
