@@ -27,7 +27,7 @@ from torch_nimble.execute.room import Room
 from torch_nimble.lower import Lowered, inductor
 from torch_nimble.lower.program import Call, InputSlot, Output, Program, Ref
 from torch_nimble.lower.trace import Recording
-from torch_nimble.options import Options
+from torch_nimble.options import Options, disabled_by_environment
 from torch_nimble.taskgraph import TaskGraph
 from torch_nimble.tree import Leaf
 
@@ -55,6 +55,8 @@ def nimble(
     own = {name: value for name, value in (options or {}).items() if name in _OWN_OPTIONS}
     checked = Options.checked(**own)
     settings = {**_MODES[mode], **{k: v for k, v in (options or {}).items() if k not in own}}
+    if disabled_by_environment():
+        return module.forward
     reason = inductor.unsupported()
     if reason is not None:
         warnings.warn(

@@ -8,6 +8,7 @@ import platform
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import torch_nimble
@@ -15,10 +16,10 @@ from torch_nimble.options import disabled_by_environment
 
 _REQUIRED = ("torch", "numpy", "rich", "typer")
 _OPTIONAL = {
-    "torchvision": "most image networks of the zoo: pip extra [zoo]",
-    "timm": "more vision models: pip extra [zoo]",
-    "transformers": "BERT, GPT-2 and ViT in the zoo: pip extra [zoo]",
-    "onnxruntime": "a peer of `torch-nimble bench` on CPUs: pip extra [bench]",
+    "torchvision": "most image networks of the zoo: pip install 'torch-nimble[zoo]'",
+    "timm": "more vision models: pip install 'torch-nimble[zoo]'",
+    "transformers": "BERT, GPT-2 and ViT in the zoo: pip install 'torch-nimble[zoo]'",
+    "onnxruntime": "a peer of `torch-nimble bench` on CPUs: pip install 'torch-nimble[bench]'",
     "jax": "a peer of `torch-nimble bench`: XLA",
 }
 
@@ -67,7 +68,7 @@ def show(findings: dict[str, Any], console: Console) -> None:
         *(("missing", line) for line in findings["missing"]),
     ]
     for label, value in rows:
-        grid.add_row(label, value)
+        grid.add_row(label, escape(value))
     console.print(grid)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
+import pickle
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -319,6 +321,57 @@ def test_option_that_makes_no_sense(options: dict[str, Any], match: str) -> None
 def test_what_is_compiled_must_be_callable_and_no_class(thing: Any) -> None:
     with pytest.raises(nimble.OptionError, match=r"takes a torch\.nn\.Module, a function or a bound"):
         nimble.compile(thing)
+
+
+def test_what_was_compiled_already_is_not_compiled_again() -> None:
+    model = nn.Linear(4, 4).eval()
+    compiled = torch.compile(model, backend="eager")
+    holder = nn.Sequential(nn.ReLU(), compiled)  # type: ignore[arg-type]
+    with nimble.compile(model, (X,)) as fast:
+        for thing, match in (
+            (compiled, r"the model was given to torch\.compile\(\) already.*_orig_mod"),
+            (holder, "submodule '1' was given"),
+            (fast, "engine cannot be compiled once more"),
+            (torch.export.export(model, (X,)), r"compile its module\(\)"),
+        ):
+            with pytest.raises(nimble.OptionError, match=match):
+                nimble.compile(thing)
+
+
+def test_times_of_a_report_are_known_ones(tmp_path: Path) -> None:
+    known = "times is 'guessed'; it can be 'measured' or"
+    with (
+        nimble.compile(nn.Linear(4, 4).eval(), (X,)) as fast,
+        pytest.raises(nimble.OptionError, match=known),
+    ):
+        fast.report(tmp_path / "page.html", times="guessed")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"accumulate": 1.5}, "accumulate must be a whole number from 1 on, not 1.5"),
+        ({"accumulate": 0}, "not 0"),
+        ({"accumulate": True}, "not True"),
+        ({"keep_grads": "x"}, "keep_grads must be True or False, not 'x'"),
+        ({"check_finite": 1}, "check_finite must be True or False, not 1"),
+        ({"distributed": 3}, "distributed must be True, False or a process group, not 3"),
+    ],
+)
+def test_option_of_a_training_step_that_makes_no_sense(options: dict[str, Any], match: str) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(nimble.OptionError, match=match):
+        nimble.compile_step(lambda m, x: m(x).sum(), model, optimizer, **options)
+
+
+def test_a_training_step_is_not_copied() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nimble.compile_step(lambda m, x: m(x).sum(), model, optimizer) as step:
+        for act in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(nimble.StateError, match="cannot be copied or pickled"):
+                act(step)
 
 
 def test_inputs_without_a_model() -> None:

@@ -237,6 +237,11 @@ def test_suites_hold_networks_of_the_zoo_and_known_systems() -> None:
     assert set(suites.PAPER_SPEEDUPS) <= {case.target for case in suites.SUITES["paper"]}
 
 
+def test_a_suite_that_has_nothing_of_a_dtype_says_what_it_has() -> None:
+    with pytest.raises(NimbleError, match=r"--suite cpu has nothing of that; it has fp32 at batch 1"):
+        suites.cases_of([], ["cpu"], ["fp16"], [], [])
+
+
 def test_cases_are_those_of_suites_and_targets_each_once() -> None:
     found = suites.cases_of(["resnet50"], ["paper"], ["fp16"], [], [])
     assert {case.dtype for case in found} == {"fp16"}

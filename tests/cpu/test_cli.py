@@ -172,7 +172,10 @@ def test_version_and_doctor() -> None:
     found = json.loads(done.stdout)
     assert found["required"]["torch"]
     assert found["engine"]
-    assert "torch-nimble" in run("doctor").stdout
+    said = run("doctor").stdout
+    assert "torch-nimble" in said
+    for line in found["missing"]:
+        assert line.split(": ")[-1] in " ".join(said.split())  # brackets and all
 
 
 def test_demo_tells_the_story_and_succeeds() -> None:

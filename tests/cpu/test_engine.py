@@ -852,6 +852,18 @@ print("TORCH_NIMBLE_DISABLE" in str(fast.explain()))
     assert run_script(script, TORCH_NIMBLE_DISABLE="1").strip() == "True"
 
 
+def test_the_environment_turns_the_backend_off_too() -> None:
+    script = """
+import torch, torch_nimble
+from torch_nimble import backend
+backend.inductor.compile_with = backend.inductor.compile_unscheduled = None
+x = torch.randn(3, 4)
+model = torch.nn.Linear(4, 4)
+print(torch.equal(torch.compile(model, backend="nimble")(x), model(x)))
+"""
+    assert run_script(script, TORCH_NIMBLE_DISABLE="1").strip() == "True"
+
+
 def test_interpreter_ends_while_engines_are_open() -> None:
     script = PREAMBLE.format(depth=3, rows=8) + "assert right()\nprint('end')\n"
     assert run_script(script).strip() == "end"

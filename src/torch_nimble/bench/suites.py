@@ -128,6 +128,9 @@ def cases_of(
         for case in usual
         if (not dtypes or case.dtype in dtypes) and (not batches or case.batch in batches)
     ]
+    if usual and not asked and not targets:
+        there = sorted({f"{case.dtype} at batch {case.batch}" for case in usual})
+        raise OptionError(f"--suite {','.join(suites)} has nothing of that; it has {', '.join(there)}")
     plain = [case for case in asked if not (case.load or case.trains)]
     known = {(case.target, case.dtype, case.batch) for case in plain}
     named = itertools.product(targets, dtypes or ("fp32",), batches or (1,))

@@ -28,9 +28,11 @@ class Callee:
 
     def __init__(self, target: Any) -> None:
         if isinstance(target, type) or not callable(target):
+            what = target.__name__ if isinstance(target, type) else f"a {type(target).__name__}"
             raise OptionError(
-                f"compile() takes a torch.nn.Module, a function or a bound method, not {target!r}"
+                f"compile() takes a torch.nn.Module, a function or a bound method, not {what}"
             )
+        _refuse_compiled(target)
         if isinstance(target, torch.jit.ScriptModule | torch.jit.ScriptFunction):
             raise OptionError(
                 f"{type(target).__name__} cannot be compiled; compile the module or function that it "
@@ -101,6 +103,22 @@ class Callee:
                 f"{self.name} is called with the wrong arguments: {reason} "
                 f"(given: {', '.join(given)}; it takes {self.name}{signature})"
             ) from None
+
+
+def _refuse_compiled(target: Any) -> None:
+    """OptionError for what somebody has made of a model already."""
+    if hasattr(type(target), "update_weights") and hasattr(target, "__wrapped__"):
+        raise OptionError("an engine cannot be compiled once more; compile its model (.__wrapped__)")
+    if isinstance(target, torch.export.ExportedProgram):
+        raise OptionError("an ExportedProgram cannot be compiled; compile its module()")
+    if isinstance(target, nn.Module):
+        for name, module in target.named_modules():
+            if hasattr(module, "_orig_mod") and hasattr(module, "dynamo_ctx"):
+                what = f"its submodule {name!r}" if name else "the model"
+                raise OptionError(
+                    f"{what} was given to torch.compile() already; compile the module that it was "
+                    "made of (._orig_mod), or use torch.compile(backend='nimble')"
+                )
 
 
 def _traceable(target: Any) -> Callable[..., Any]:

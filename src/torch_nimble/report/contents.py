@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from torch_nimble.errors import OptionError
 from torch_nimble.execute.measure import Timing
 from torch_nimble.explain import Candidate, Explanation, Fallback, KindAccount, SignatureAccount
 from torch_nimble.plans import Plan
@@ -146,6 +147,8 @@ def report_of(
     """The report of a prepared plan; simulated, with a note that says why, if it cannot be measured."""
     notes = account.notes
     timeline: Timeline | None = None
+    if times not in get_args(Times):
+        raise OptionError(f"times is {times!r}; it can be {' or '.join(map(repr, get_args(Times)))}")
     if times == "measured":
         try:
             timeline = measure()

@@ -46,8 +46,15 @@ def check_settings(settings: Settings) -> None:
     norm = settings.clip_norm
     if norm is not None and not (type(norm) in (int, float) and norm > 0):
         raise OptionError(f"clip_norm must be a positive number, not {norm!r}")
-    if settings.accumulate < 1:
-        raise OptionError(f"accumulate must be at least 1, not {settings.accumulate}")
+    if type(settings.accumulate) is not int or settings.accumulate < 1:
+        raise OptionError(f"accumulate must be a whole number from 1 on, not {settings.accumulate!r}")
+    for name in ("keep_grads", "check_finite"):
+        if not isinstance(getattr(settings, name), bool):
+            raise OptionError(f"{name} must be True or False, not {getattr(settings, name)!r}")
+    if not isinstance(settings.distributed, bool | dist.ProcessGroup):
+        raise OptionError(
+            f"distributed must be True, False or a process group, not {settings.distributed!r}"
+        )
     if settings.scaler is not None and not isinstance(settings.scaler, torch.amp.GradScaler):
         raise OptionError(f"scaler must be a GradScaler, not {type(settings.scaler).__name__}")
     if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
@@ -50,6 +50,12 @@ class TrainingStep(Planned):
         self._trained: frozenset[str] = frozenset()
         self._begin(StepCallee(settings.loss_fn, settings.model), options, progress)
         self._renew()
+
+    def __reduce__(self) -> NoReturn:
+        raise StateError(
+            "a training step cannot be copied or pickled; save the model's and the optimizer's "
+            "state_dict(), and call compile_step() on the other side"
+        )
 
     @property
     def model(self) -> nn.Module:
