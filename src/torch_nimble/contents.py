@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 import operator
 import types
 from collections.abc import Iterable, Iterator
@@ -68,6 +69,11 @@ class Contents:
         for value in values:
             self._look_into(value, _DEPTH)
         self._held = [_copy(container) for container in self.containers]
+        self._others = self._no_tables()
+
+    def _no_tables(self) -> list[tuple[Any, Any]]:
+        pairs = zip(self.containers, self._held, strict=True)
+        return [(container, held) for container, held in pairs if not isinstance(container, dict)]
 
     @property
     def tables(self) -> list[dict[Any, Any]]:
@@ -85,8 +91,7 @@ class Contents:
 
     def others_unchanged(self) -> bool:
         """The same of those that are no tables."""
-        pairs = zip(self.containers, self._held, strict=True)
-        return all(_same(one, held) for one, held in pairs if not isinstance(one, dict))
+        return all(itertools.starmap(_same, self._others))
 
     def put_back(self) -> None:
         """Fill those that changed as they were."""
@@ -107,6 +112,7 @@ class Contents:
         kept = [i for i, container in enumerate(self.containers) if id(container) not in ignored]
         self.containers = [self.containers[i] for i in kept]
         self._held = [self._held[i] for i in kept]
+        self._others = self._no_tables()
 
     def _look_into(self, value: Any, depth: int) -> None:
         if depth == 0 or is_value(value) or isinstance(value, _OPAQUE) or id(value) in self._seen:

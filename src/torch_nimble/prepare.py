@@ -18,7 +18,13 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from torch_nimble.capture import Captured, Traceable, examples, generators_kept
+from torch_nimble.capture import (
+    Captured,
+    ParametersUnwritten,
+    Traceable,
+    examples,
+    generators_kept,
+)
 from torch_nimble.devices import Device, Entry, Executable, RefusedError
 from torch_nimble.errors import CaptureError, InputError
 from torch_nimble.execute.autocast import autocast_off
@@ -116,7 +122,7 @@ def _prepare(
 ) -> Choice:
     device.get_ready()
     if not adapter.trains:
-        with stages("run eager"), generators_kept():
+        with stages("run eager"):
             _fill_caches(adapter, tensors)
     with stages("capture"):
         captured = device.capture(adapter, tensors)
@@ -201,30 +207,30 @@ def _casts_of(node: fx.Node, depth: int = 3) -> Iterator[torch.Tensor]:
 def _fill_caches(adapter: Traceable, tensors: Sequence[torch.Tensor]) -> None:
     """One call of the model on copies: what it makes in its first call and keeps is to be real.
 
-    A trace would leave its own stand-ins for tensors there, and the model would be broken for good.
+    A trace would leave its own stand-ins for tensors there, and the model would be broken for good. A
+    model that fails here fails when it is captured, too, and is told why.
     """
-    with _blaming_inputs(adapter, tensors):
-        adapter.eager([tensor.clone() for tensor in tensors])
+    parameters = [p for module in adapter.callee.modules.values() for p in module.parameters()]
+    try:
+        with generators_kept(), ParametersUnwritten(parameters):
+            adapter.eager([tensor.clone() for tensor in tensors])
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as reason:
+        log.debug("the model could not be called before it was captured: %s", reason)
 
 
 def _reference(adapter: Traceable, trial: Trial, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """What eager gives, from the caller's random state."""
-    with _blaming_inputs(adapter, tensors):
+    try:
         reference = trial.eager()
         if adapter.assigned:
             _refuse_hidden_state(adapter, trial, reference)
-        return reference
-
-
-@contextlib.contextmanager
-def _blaming_inputs(adapter: Traceable, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """What the model itself raises is said to be about its inputs."""
-    try:
-        yield
     except (CaptureError, torch.OutOfMemoryError):
         raise
     except (RuntimeError, TypeError, ValueError) as reason:
         raise refused_by_model(adapter.callee.name, tensors, reason) from reason
+    return reference
 
 
 def _check(device: Device, entry: Entry, reference: Sequence[torch.Tensor]) -> None:

@@ -11,7 +11,13 @@ from torch_nimble.capture.inference import (
     Traceable,
     capture,
 )
-from torch_nimble.capture.isolation import Assigned, TorchGenerators, examples, generators_kept
+from torch_nimble.capture.isolation import (
+    Assigned,
+    ParametersUnwritten,
+    TorchGenerators,
+    examples,
+    generators_kept,
+)
 
 __all__ = [
     "MODEL_LOCK",
@@ -20,6 +26,7 @@ __all__ = [
     "AutocastState",
     "Callee",
     "Captured",
+    "ParametersUnwritten",
     "Source",
     "StandIn",
     "TorchGenerators",

@@ -16,6 +16,7 @@ import numpy
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_nimble.capture.callee import Callee
 from torch_nimble.contents import Contents, own_data
@@ -232,6 +233,36 @@ class ParametersKnown(TorchFunctionMode):
                         "compile a method of that module, or a function that names the module directly"
                     )
         return func(*args, **named)
+
+
+class ParametersUnwritten(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """CaptureError before an operator writes one of these parameters."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._memory = {_storage(parameter) for parameter in parameters}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        named = kwargs or {}
+        schema = getattr(func, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            given = dict(zip((argument.name for argument in schema.arguments), args, strict=False))
+            for argument in schema.arguments:
+                value = {**given, **named}.get(argument.name)
+                for item in value if isinstance(value, list | tuple) else (value,):
+                    if argument.is_write and isinstance(item, torch.Tensor):
+                        self._check(func, item)
+        return func(*args, **named)
+
+    def _check(self, func: Any, written: torch.Tensor) -> None:
+        if _storage(written) in self._memory:
+            raise CaptureError(f"{func} writes a parameter")
 
 
 def _storage(tensor: torch.Tensor) -> int:
