@@ -131,6 +131,12 @@ class Contents:
             self._look_into(item, depth - 1)
 
 
+def described(container: Any) -> str:
+    """A container in a message."""
+    text = repr(container)
+    return f"the {type(container).__name__} {text if len(text) <= 60 else text[:59] + '…'}"
+
+
 def _is_record(value: Any, depth: int) -> bool:
     """Whether an object consists of plain data."""
     table = getattr(value, "__dict__", None)

@@ -24,7 +24,7 @@ class Fallbacks:
             warnings.warn(
                 f"{name} runs eagerly: {reason}. {remedy}",
                 NimbleWarning,
-                stacklevel=_level_of_caller(),
+                stacklevel=level_of_caller(),
             )
 
     def all(self) -> tuple[Fallback, ...]:
@@ -32,7 +32,7 @@ class Fallbacks:
         return tuple(self._seen.values())
 
 
-def _level_of_caller() -> int:
+def level_of_caller() -> int:
     """The `stacklevel` at which a warning points to the first line outside this package."""
     package = str(Path(__file__).parent)
     level, frame = 0, sys._getframe(1)

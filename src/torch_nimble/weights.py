@@ -11,6 +11,7 @@ array that shares the memory move none either and cannot be seen: `update_weight
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
@@ -22,7 +23,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torch_nimble.capture import MODEL_LOCK, Assigned, Source
-from torch_nimble.contents import Contents, is_value, own_attributes, own_data
+from torch_nimble.contents import Contents, described, is_value, own_attributes, own_data
 from torch_nimble.execute.autocast import autocast_off
 from torch_nimble.lower import Program, Ref
 from torch_nimble.lower.program import resolve
@@ -188,6 +189,11 @@ class ModuleWatch:
             return False
         return self._values.equal() and self._objects.identical() and self.contents.unchanged()
 
+    def what_changed(self) -> str:
+        """Attributes and containers that are not as they were, for a message."""
+        containers = map(described, self.contents.changed())
+        return ", ".join([*self._values.changed(), *self._objects.changed(), *containers])
+
     def training(self) -> list[bool]:
         """The mode of every module."""
         return list(map(_TRAINING, self._tables))
@@ -222,7 +228,8 @@ class _Attributes:
         watched = [(table, some) for table, some in zip(tables, names, strict=True) if some]
         self._owners = [table for table, _ in watched]
         # A key that every module has, so that the getter returns a tuple in any case.
-        self._getters = [operator.itemgetter("_modules", *some) for _, some in watched]
+        self._names = [("_modules", *some) for _, some in watched]
+        self._getters = list(itertools.starmap(operator.itemgetter, self._names))
         self._held = self._now()
 
     def _now(self) -> list[tuple[Any, ...]]:
@@ -234,6 +241,15 @@ class _Attributes:
             return self._held == self._now()
         except KeyError:  # one is gone
             return False
+
+    def changed(self) -> list[str]:
+        """The names of those that are not the same objects."""
+        return [
+            repr(name)
+            for table, names, values in zip(self._owners, self._names, self._held, strict=True)
+            for name, value in zip(names, values, strict=True)
+            if table.get(name) is not value
+        ]
 
     def identical(self) -> bool:
         """Whether they are the same objects."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import types
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -196,6 +197,17 @@ def test_what_is_only_collected_is_no_state() -> None:
         for _ in range(3):
             assert_close(fast(x), eager(net, x))  # which fills the list, too
         assert prepared(fast) == before
+
+
+def test_a_model_that_is_changed_all_the_time_is_warned_of() -> None:
+    net, x = model(lambda m, x: m.linear(x), notes={"calls": 0}), rows()
+    with nimble.compile(net, (x,)) as fast, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(6):
+            net.notes["calls"] += 1
+            assert_close(fast(x), eager(net, x))
+    (one,) = (str(w.message) for w in said if issubclass(w.category, nimble.NimbleWarning))
+    assert "changed between calls 3 times (now the dict {'calls': 3})" in one
 
 
 # -------------------------------------------------------------------- what the model keeps for itself

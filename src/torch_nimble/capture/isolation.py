@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_nimble.capture.callee import Callee
-from torch_nimble.contents import Contents, own_data
+from torch_nimble.contents import Contents, described, own_data
 from torch_nimble.errors import CaptureError
 
 _COUNTED = (bool, int, float, str)
@@ -133,12 +133,7 @@ class Assigned:
 
     def __str__(self) -> str:
         names = [f"{type(module).__name__}.{name}" for module, name in self.attributes]
-        return ", ".join([*names, *(_described(container) for container in self.containers)])
-
-
-def _described(container: Any) -> str:
-    text = repr(container)
-    return f"the {type(container).__name__} {text if len(text) <= 60 else text[:59] + '…'}"
+        return ", ".join([*names, *map(described, self.containers)])
 
 
 class Assignments:
