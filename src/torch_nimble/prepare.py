@@ -67,7 +67,8 @@ class Choice:
 def refused_by_model(name: str, tensors: Sequence[torch.Tensor], reason: BaseException) -> InputError:
     """The error for inputs that eager refuses too."""
     shapes = ", ".join(f"{tuple(t.shape)} {t.dtype} on {t.device}" for t in tensors)
-    return InputError(f"{name} itself refuses inputs of {shapes}: {type(reason).__name__}: {reason}")
+    what = f"inputs of {shapes}" if shapes else "inputs without a tensor"
+    return InputError(f"{name} itself refuses {what}: {type(reason).__name__}: {reason}")
 
 
 class MismatchError(RefusedError):

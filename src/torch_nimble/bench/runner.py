@@ -99,6 +99,8 @@ def run(wanted: Wanted, console: Console) -> list[Json]:
             found.append(line)
         else:
             todo.append((part, entry))
+    if todo:
+        console.print(f"{len(todo)} to measure on {wanted.device}", markup=False)
     with _ended_like_ctrl_c(), _Workers(wanted, console, len(todo)) as workers:
         lines = workers.measure_all(todo)
     left = sum(line is None for line in lines)

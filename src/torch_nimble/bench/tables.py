@@ -148,6 +148,13 @@ def conditions(entries: Iterable[Json]) -> str:
     return "\n".join(_one_line(f"{machine}; {', '.join(these)}.") for machine, these in commits.items())
 
 
+def _tf32(settings: Json) -> str | None:
+    """What matters on a GPU only."""
+    if "tf32" not in settings or settings.get("device") == "cpu":
+        return None
+    return f"TF32 {'on' if settings['tf32'] else 'off'}"
+
+
 def _machine(entry: Json) -> str:
     machine, versions, settings = entry["machine"], entry["versions"], entry["settings"]
     facts = [
@@ -158,7 +165,7 @@ def _machine(entry: Json) -> str:
             for name in ("torch", "triton", "cuda", "cudnn")
             if versions.get(name)
         ),
-        f"TF32 {'on' if settings['tf32'] else 'off'}" if "tf32" in settings else None,
+        _tf32(settings),
         f"{settings['threads']} threads" if settings.get("threads") else None,
         f"{settings['rounds']} interleaved rounds" if settings.get("rounds") else None,
     ]

@@ -40,6 +40,11 @@ def explain_failure(callee: Callee, reason: BaseException) -> CaptureError:
         return CaptureError(f"cannot capture {callee.name}: at {line}: {_BRANCH}")
     if "convert all Tensors to FakeTensors" in str(reason):
         return CaptureError(f"cannot capture {callee.name}: at {line}: {_FOREIGN}")
+    if isinstance(reason, OSError):
+        return CaptureError(
+            f"cannot capture {callee.name}: a file could not be used: {reason}. If it is none of the "
+            "model's, let TORCHINDUCTOR_CACHE_DIR name a folder that can be written"
+        )
     said = next((text for text in str(reason).splitlines() if text.strip()), "")
     said = said.strip().rstrip(".")
     return CaptureError(
