@@ -67,8 +67,8 @@ class Choice:
 def refused_by_model(name: str, tensors: Sequence[torch.Tensor], reason: BaseException) -> InputError:
     """The error for inputs that eager refuses too."""
     shapes = ", ".join(f"{tuple(t.shape)} {t.dtype} on {t.device}" for t in tensors)
-    what = f"inputs of {shapes}" if shapes else "inputs without a tensor"
-    return InputError(f"{name} itself refuses {what}: {type(reason).__name__}: {reason}")
+    said = f"{type(reason).__name__}: {reason}"
+    return InputError(f"{name} itself refuses inputs of {shapes or 'no tensors'}: {said}")
 
 
 class MismatchError(RefusedError):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import torch_nimble as nimble
 from cpu.helpers import Model, assert_close, eager
+from torch_nimble.capture import ParametersUnwritten
 from torch_nimble.contents import Contents, is_value
 
 
@@ -288,3 +289,28 @@ def test_objects_that_do_more_than_hold_data_are_not_looked_into() -> None:
     endless: list[Any] = []
     endless.append(endless)
     assert Contents([endless]).unchanged()
+
+
+WRITES: dict[str, Callable[[Any], object]] = {
+    "in place": lambda p: p.add_(1),
+    "by an operator": lambda p: p.__imul__(2),
+    "an element": lambda p: p.__setitem__(0, 1.0),
+    "a view": lambda p: p[0].clamp_(0, 0),
+    "a function": lambda p: torch.relu_(p),
+    "as output": lambda p: torch.add(p, 1, out=p),
+    "rows of an embedding": lambda p: torch.nn.functional.embedding(torch.tensor([0]), p, None, 0.1),
+    "rows by name": lambda p: torch.nn.functional.embedding(torch.tensor([0]), p, max_norm=0.1),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_parameter_is_not_written(name: str) -> None:
+    parameter = nn.Parameter(torch.randn(3, 3))
+    before = parameter.detach().clone()
+    with torch.no_grad(), ParametersUnwritten([parameter]):
+        parameter.sum().relu_()
+        torch.zeros(3).add_(parameter[0])
+        torch.nn.functional.embedding(torch.tensor([0]), parameter)
+        with pytest.raises(nimble.CaptureError, match="writes a parameter"):
+            WRITES[name](parameter)
+    assert torch.equal(parameter, before)

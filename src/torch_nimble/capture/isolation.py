@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +17,14 @@ import numpy
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_nimble.capture.callee import Callee
 from torch_nimble.contents import Contents, described, own_data
 from torch_nimble.errors import CaptureError
 
 _COUNTED = (bool, int, float, str)
+_IN_PLACE = re.compile(r"[a-z]\w*[^_]_|__i\w+__|__setitem__")
+"""Names of functions that write their first argument."""
 
 
 @contextlib.contextmanager
@@ -230,34 +232,34 @@ class ParametersKnown(TorchFunctionMode):
         return func(*args, **named)
 
 
-class ParametersUnwritten(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """CaptureError before an operator writes one of these parameters."""
+class ParametersUnwritten(TorchFunctionMode):
+    """CaptureError before code writes one of these parameters.
+
+    Operators are not looked at one by one: under a mode that does so, some run in another way.
+    """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._memory = {_storage(parameter) for parameter in parameters}
 
-    def __torch_dispatch__(
+    def __torch_function__(
         self,
-        func: Any,
+        func: Callable[..., Any],
         types: Any,
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         named = kwargs or {}
-        schema = getattr(func, "_schema", None)
-        if schema is not None and schema.is_mutable:
-            given = dict(zip((argument.name for argument in schema.arguments), args, strict=False))
-            for argument in schema.arguments:
-                value = {**given, **named}.get(argument.name)
-                for item in value if isinstance(value, list | tuple) else (value,):
-                    if argument.is_write and isinstance(item, torch.Tensor):
-                        self._check(func, item)
+        written = [named.get("out")]
+        name = getattr(func, "__name__", "")
+        if _IN_PLACE.fullmatch(name):
+            written += args[:1]
+        if name in ("embedding", "embedding_bag") and (*args[3:4], named.get("max_norm"))[0] is not None:
+            written += args[1:2]  # rows that are too long are made shorter
+        for item in written:
+            if isinstance(item, torch.Tensor) and _storage(item) in self._memory:
+                raise CaptureError(f"{name} writes a parameter")
         return func(*args, **named)
-
-    def _check(self, func: Any, written: torch.Tensor) -> None:
-        if _storage(written) in self._memory:
-            raise CaptureError(f"{func} writes a parameter")
 
 
 def _storage(tensor: torch.Tensor) -> int:
