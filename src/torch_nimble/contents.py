@@ -65,11 +65,16 @@ class Contents:
 
     def __init__(self, values: Iterable[Any]) -> None:
         self.containers: list[Any] = []
-        self._seen: set[int] = set()
+        seen: set[int] = set()
         for value in values:
-            self._look_into(value, _DEPTH)
+            self._look_into(value, _DEPTH, seen)
         self._held = [_copy(container) for container in self.containers]
         self._others = self._no_tables()
+
+    @classmethod
+    def among(cls, modules: Iterable[nn.Module], values: Iterable[Any] = ()) -> Contents:
+        """Those of modules' attributes and of other values."""
+        return cls([*values, *(value for module in modules for value in own_data(module))])
 
     def _no_tables(self) -> list[tuple[Any, Any]]:
         pairs = zip(self.containers, self._held, strict=True)
@@ -114,8 +119,8 @@ class Contents:
         self._held = [self._held[i] for i in kept]
         self._others = self._no_tables()
 
-    def _look_into(self, value: Any, depth: int) -> None:
-        if depth == 0 or is_value(value) or isinstance(value, _OPAQUE) or id(value) in self._seen:
+    def _look_into(self, value: Any, depth: int, seen: set[int]) -> None:
+        if depth == 0 or is_value(value) or isinstance(value, _OPAQUE) or id(value) in seen:
             return
         container = value
         if not isinstance(value, list | dict | set | tuple):
@@ -124,11 +129,11 @@ class Contents:
             container = vars(value)
         if len(container) > _MOST:
             return
-        self._seen.add(id(value))
+        seen.add(id(value))
         if not isinstance(container, tuple):
             self.containers.append(container)
         for item in container.values() if isinstance(container, dict) else container:
-            self._look_into(item, depth - 1)
+            self._look_into(item, depth - 1, seen)
 
 
 def described(container: Any) -> str:

@@ -20,7 +20,7 @@ import torch
 
 from torch_nimble.batching import Batching
 from torch_nimble.capture import Adapter, Callee, generators_kept
-from torch_nimble.errors import InputError, NimbleWarning
+from torch_nimble.errors import InputError, NimbleWarning, OptionError
 from torch_nimble.execute.cuda import CudaExecutable
 from torch_nimble.face import ModelFace
 from torch_nimble.fallbacks import level_of_caller
@@ -48,6 +48,8 @@ class Engine(ModelFace, Planned):
     _changes: int
 
     def __init__(self, target: Any, options: Options, progress: Progress = lambda stage: None) -> None:
+        if isinstance(target, Engine):
+            raise OptionError("an engine cannot be compiled once more; compile its model (.__wrapped__)")
         self._set_own("__wrapped__", target)
         self._set_own("_quick", None)
         self._set_own("_changes", 0)

@@ -122,7 +122,7 @@ def _prepare(
     notes: list[Candidate],
 ) -> Choice:
     device.get_ready()
-    if not adapter.trains:
+    if not adapter.trains:  # a step may use no tensors but the model's and the batch's, cached or not
         with stages("run eager"):
             _fill_caches(adapter, tensors)
     with stages("capture"):

@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torch_nimble.capture import MODEL_LOCK, Assigned, Source
-from torch_nimble.contents import Contents, described, is_value, own_attributes, own_data
+from torch_nimble.contents import Contents, described, is_value, own_attributes
 from torch_nimble.execute.autocast import autocast_off
 from torch_nimble.lower import Program, Ref
 from torch_nimble.lower.program import resolve
@@ -149,7 +149,7 @@ class ModuleWatch:
         self._tables = [vars(module) for module in self.modules]
         self._sizes = list(map(len, self._tables))
         self._values, self._objects = self._attributes(is_value), self._attributes(_is_object)
-        self.contents = Contents([value for module in self.modules for value in own_data(module)])
+        self.contents = Contents.among(self.modules)
         self._hooks = [hooks for m in self.modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._hook_keys = self._hook_keys_now()
         self._first: tuple[dict[str, Any], str] | None = None

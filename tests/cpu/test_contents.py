@@ -309,6 +309,8 @@ def test_a_parameter_is_not_written(name: str) -> None:
     before = parameter.detach().clone()
     with torch.no_grad(), ParametersUnwritten([parameter]):
         parameter.sum().relu_()
+        assert len(list(parameter)) == 3
+        parameter.requires_grad_()
         torch.zeros(3).add_(parameter[0])
         torch.nn.functional.embedding(torch.tensor([0]), parameter)
         with pytest.raises(nimble.CaptureError, match="writes a parameter"):

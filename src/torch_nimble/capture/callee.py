@@ -107,8 +107,6 @@ class Callee:
 
 def _refuse_compiled(target: Any) -> None:
     """OptionError for what somebody has made of a model already."""
-    if hasattr(type(target), "update_weights") and hasattr(target, "__wrapped__"):
-        raise OptionError("an engine cannot be compiled once more; compile its model (.__wrapped__)")
     if isinstance(target, torch.export.ExportedProgram):
         raise OptionError("an ExportedProgram cannot be compiled; compile its module()")
     if isinstance(target, nn.Module):

@@ -19,11 +19,14 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from torch_nimble.capture.callee import Callee
-from torch_nimble.contents import Contents, described, own_data
+from torch_nimble.contents import Contents, described
 from torch_nimble.errors import CaptureError
 
 _COUNTED = (bool, int, float, str)
-_IN_PLACE = re.compile(r"[a-z]\w*[^_]_|__i\w+__|__setitem__")
+_IN_PLACE = re.compile(
+    r"(?!requires_grad_)[a-z]\w*[^_]_|__setitem__"
+    r"|__i(add|sub|mul|matmul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__"
+)
 """Names of functions that write their first argument."""
 
 
@@ -70,7 +73,7 @@ def attributes_kept(roots: Iterable[nn.Module], others: Iterable[Any] = ()) -> I
     """
     modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
     before = [(vars(module), dict(vars(module))) for module in modules]
-    contents = Contents([*others, *(value for module in modules for value in own_data(module))])
+    contents = Contents.among(modules, others)
     try:
         yield
     finally:
@@ -154,9 +157,7 @@ class Assignments:
         )
         self._attributes = [dict(vars(module)) for module in self._modules]
         self._buffers = [(m._buffers, n, b) for m in self._modules for n, b in m._buffers.items()]
-        self._contents = Contents(
-            [*callee.values, *(value for module in self._modules for value in own_data(module))]
-        )
+        self._contents = Contents.among(self._modules, callee.values)
 
     def settle(self, results: list[torch.Tensor]) -> tuple[list[torch.Tensor], Assigned]:
         """The results, copied where a buffer's new value would overwrite them; what else was left."""

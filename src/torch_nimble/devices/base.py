@@ -127,8 +127,9 @@ class Device(abc.ABC):
     def capture(self, adapter: Traceable, tensors: Sequence[torch.Tensor]) -> Captured:
         """The graph of one call, in the form that this device's lowering wants."""
 
-    def get_ready(self) -> None:  # noqa: B027
+    def get_ready(self) -> None:
         """Begin what takes long and can go on beside the rest of a preparation."""
+        return
 
     def choose_kernels(self, captured: Captured, options: Options, notes: list[Candidate]) -> Tuning:
         """What was tried for the layers of a graph, and how many there are of each kind."""

@@ -103,7 +103,6 @@ class StepCallee(Callee):
 
     def __init__(self, loss_fn: LossFunction, model: nn.Module) -> None:
         super().__init__(functools.partial(loss_fn, model))
-        self.watched = (model, *self.modules.values())
         self.modules = {"model": model}
         self.name = f"the training step of {type(model).__name__}"
         self._loss_fn = Callee(loss_fn)

@@ -226,7 +226,7 @@ class Writes:
         return any(i in span for i in self._writes)
 
 
-def _is_scaled(dtype: str, weight: Any, bias: Any = None) -> bool:
+def _is_scaled(dtype: str, weight: Any, bias: Any) -> bool:
     """Whether a kernel shall scale channels: float32 loses nothing when weights are scaled."""
     return dtype != "float32" and is_folded(weight, bias)
 

@@ -27,8 +27,9 @@ def is_folded(weight: Any, bias: Any) -> bool:
         return False
     if weight.target is _CAT and bias.target is _CAT:
         return all(is_folded(*pair) for pair in _parts(weight, bias))
-    is_transposed = weight.target is folded_weight and weight.args[-1] is not None
-    return weight.target is folded_weight and bias.target is folded_bias and not is_transposed
+    if weight.target is not folded_weight or bias.target is not folded_bias:
+        return False
+    return weight.args[-1] is None  # not transposed
 
 
 def unfold(graph: fx.Graph, weight: fx.Node, bias: fx.Node) -> tuple[fx.Node, fx.Node]:
