@@ -47,8 +47,13 @@ def is_graph_file(target: str) -> bool:
     return target.endswith(".json")
 
 
-def load_target(target: str, inputs: Sequence[str] = (), dtype: str | None = None) -> Target:
-    """The model of that name, its inputs replaced by `inputs` and its dtype by `dtype` if given."""
+def load_target(
+    target: str, inputs: Sequence[str] = (), dtype: str | None = None, device: str = "cpu"
+) -> Target:
+    """The model of that name, its inputs replaced by `inputs` and its dtype by `dtype` if given.
+
+    A network of the zoo is made on `device`; all else is where whoever wrote it has put it.
+    """
     if dtype is not None and dtype not in DTYPES:
         raise OptionError(f"--dtype {dtype!r} is not known; use one of {', '.join(DTYPES)}")
     args = make_inputs(inputs)
@@ -57,7 +62,7 @@ def load_target(target: str, inputs: Sequence[str] = (), dtype: str | None = Non
     else:
         from torch_nimble import zoo
 
-        network = zoo.load(target)
+        network = zoo.load(target, device=device)
         found = Target(network.name, network.model, network.args, network.kwargs, network.source)
         if inputs:
             found = Target(found.name, found.model, args, {}, found.source)

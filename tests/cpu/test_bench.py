@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,25 @@ def test_the_verdict_says_whether_the_check_could_fail() -> None:
     same = {"nimble-serial": [1e-2], "nimble": [1e-2]}
     assert worker.verdict(same, 2.0, 0.02)["accepted"] is True
     assert worker.verdict({"eager": [1e-3]}, 0.2, 0.02)["accepted"] is False
+
+
+@pytest.mark.parametrize(
+    ("eager", "peer", "ours", "tolerance", "can_fail"),
+    [
+        (6e-3, 15e-3, 6e-3, 11e-3, True),  # a hundredth of the distance, not 1.5 times the peer's error
+        (6e-3, 15e-3, 12e-3, 11e-3, True),
+        (10e-3, 15e-3, 12e-3, 15e-3, False),  # but never less than 1.5 times eager's
+        (6e-3, 5e-3, 6e-3, 7.5e-3, True),
+    ],
+)
+def test_a_peer_s_large_error_does_not_weaken_the_check(
+    eager: float, peer: float, ours: float, tolerance: float, can_fail: bool
+) -> None:
+    errors = {"eager": [eager], "reduce-overhead": [peer], "nimble": [ours]}
+    found = worker.verdict(errors, 1.1, 0.03)
+    assert found["tolerance"] == pytest.approx(tolerance)
+    assert found["check_can_fail"] is can_fail
+    assert found["accepted"] is (ours <= tolerance)
 
 
 def test_results_handed_out_are_copies_of_the_same_kind() -> None:
@@ -477,6 +497,42 @@ def test_who_measures_has_the_machine_for_itself() -> None:
         turns.give_back(first)
 
 
+def test_who_has_measured_and_ends_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, goes_on = tmp_path / "told", tmp_path / "goes on"
+    script = """
+import pathlib, sys, time
+result, told, goes_on = map(pathlib.Path, sys.argv[1:])
+tell = lambda stage: result.write_text('{"stage": "%s"}' % stage)
+tell("waiting for its turn")
+while not result.with_suffix(".go").exists(): time.sleep(0.01)
+tell("measuring")
+told.touch()
+while not goes_on.exists(): time.sleep(0.01)
+tell("ending")
+time.sleep(60)
+"""
+    begin = subprocess.Popen
+
+    def popen(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        arguments = [command[-1], str(told), str(goes_on)]
+        return begin([sys.executable, "-c", script, *arguments], **options)
+
+    monkeypatch.setattr(processes.subprocess, "Popen", popen)
+    turns, stop = Turns(), threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(processes.launch, PART, lambda _: None, stop, 60, turns)
+        until(told.exists)
+        assert turns.is_taken()
+        goes_on.touch()
+        until(lambda: not turns.is_taken())
+        assert not found.done()
+        stop.set()
+        assert found.result()["error"].startswith("stopped")
+    assert not turns.is_taken()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the system is asked to do it, which is Linux's")
 def test_a_process_that_is_stopped_ends_with_who_started_it() -> None:
     child = """
@@ -573,7 +629,7 @@ def test_all_systems_are_prepared_checked_and_timed(brief: Part) -> None:
     stages: list[str] = []
     found = worker.work(brief, lambda entry: stages.append(entry["stage"]))
     assert stages[0] == "preparing eager"
-    assert stages[-1] == "measuring"
+    assert stages[-2:] == ["measuring", "ending"]
     assert found["check"]["reference"] == "torch.float64"
     assert found["inputs"] == [SHAPE]
     assert found["check"]["accepted"] is True

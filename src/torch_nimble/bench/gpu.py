@@ -22,7 +22,7 @@ from torch_nimble.tree import flatten_inputs, flatten_output
 
 _PROFILED_CALLS = 5
 _REPLAYS = 20
-_ENERGY_S, _ENERGY_AT_MOST_S = 0.5, 2.0
+_ENERGY_S, _ENERGY_AT_MOST_S = 0.3, 2.0
 _PRODUCTS, _QUEUED = 500, 4
 _TABLES = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 _MATRIX, _COPIED_BYTES = 8192, 1 << 30

@@ -20,8 +20,9 @@ from torch_nimble.bench.subject import Part
 from torch_nimble.bench.turns import Turns
 
 _POLL_S = 0.5
-MEASURING, WAITING = "measuring", "waiting for its turn"
-"""Stages that a process tells; between them it waits until there is a file with this suffix."""
+MEASURING, WAITING, ENDING = "measuring", "waiting for its turn", "ending"
+"""Stages that a process tells: it waits until there is a file with the suffix `GO` before it measures,
+and has the machine for itself from then on until it ends."""
 GO = ".go"
 Stage = Callable[[str], None]
 
@@ -102,11 +103,14 @@ class _Watched:
                 self._has_turn = self._turns.take(self._process.pid, _POLL_S)
                 if self._has_turn:
                     self._result.with_suffix(GO).touch()
+            if now == ENDING:
+                self.end()
         return f"no end after {timeout_s:.0f} s"
 
     def end(self) -> None:
         """It measures no longer."""
         if self._has_turn:
+            self._has_turn = False
             self._turns.give_back(self._process.pid)
 
 

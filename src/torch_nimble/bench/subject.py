@@ -70,9 +70,9 @@ class Subject:
 
     @classmethod
     def load(cls, part: Part) -> Subject:
-        """Built (and calibrated) in float32 on the CPU, then converted and moved."""
+        """Built and calibrated in float32, then converted."""
         case = part.case
-        model = load_target(case.target, case.inputs).model
+        model = load_target(case.target, case.inputs, device=part.device).model
         if isinstance(model, torch.nn.Module):
             model = model.eval().to(device=part.device, dtype=_dtype(case))
             if part.layout is torch.channels_last:

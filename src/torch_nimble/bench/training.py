@@ -44,8 +44,8 @@ class Trainee:
 
         Nothing is dropped at random, so that steps can be compared.
         """
-        network = zoo.load(part.case.target, resolution=_size(part.case.target))
-        model = network.model.to(part.device).train()
+        target = part.case.target
+        model = zoo.load(target, resolution=_size(target), device=part.device).model.train()
         for module in model.modules():
             if type(module).__name__ in ("Dropout", "StochasticDepth"):
                 module.p = 0.0  # type: ignore[assignment]

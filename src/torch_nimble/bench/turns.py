@@ -2,8 +2,8 @@
 
 To prepare is mostly the host's work, and one process leaves most cores idle. What is timed meanwhile,
 by Inductor to choose versions of kernels and by us to choose plans, is timed under a lock that all
-share. To measure, a process takes that lock for good, so that nobody else is timing, and asks for the
-machine: all others are stopped until it has ended.
+share. To measure, a process takes that lock, so that nobody else is timing, and asks for the machine:
+all others are stopped until it has measured.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ _SEPARATORS = str.maketrans("", "", "-_ .")
 
 @dataclass(frozen=True)
 class Network:
-    """A float32 network on the CPU in eval mode, and example inputs for it."""
+    """A float32 network in eval mode, and example inputs for it."""
 
     name: str
     model: torch.nn.Module
@@ -77,18 +77,23 @@ def load(
     batch: int = 1,
     resolution: int | None = None,
     calibrate: bool = True,
+    device: torch.device | str = "cpu",
 ) -> Network:
     """Build a network with seeded random weights, and example inputs for it.
 
     `resolution` is the side of the images in pixels, the number of tokens of a text network, or of
     the slots in its cache; `None` takes the one the network was published with. `calibrate` sets
     batch-norm statistics and the mean and scale of the logits from seeded inputs; without it,
-    outputs hardly depend on the input. The global random state of torch is left alone.
+    outputs hardly depend on the input. All random numbers are drawn on the CPU, and the global random
+    state of torch is left alone; `device` is where the network is calibrated, which takes a CPU some
+    seconds, and where it is then, with its inputs.
     """
     canonical = resolve(name)
     from torch_nimble.zoo.loading import build_network
 
-    return build_network(canonical, seed=seed, batch=batch, resolution=resolution, calibrate=calibrate)
+    return build_network(
+        canonical, seed=seed, batch=batch, resolution=resolution, calibrate=calibrate, device=device
+    )
 
 
 __all__ = ["NAMES", "Network", "load", "resolve"]

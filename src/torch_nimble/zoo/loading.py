@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from torch_nimble.errors import OptionError
+from torch_nimble.tree import flatten_inputs, unflatten_inputs
 from torch_nimble.zoo import (
     Network,
     darts,
@@ -109,10 +110,12 @@ def _generator(seed: int, purpose: int) -> torch.Generator:
 def _calibrate(model: nn.Module, recipe: Recipe, generator: torch.Generator, resolution: int) -> None:
     # Not smaller than the inputs to come: the share of padded pixels in a map depends on its size,
     # and deep networks amplify the difference (EfficientNet-B5: logits 1000 times larger).
-    batches = [
+    where = next(model.parameters()).device
+    drawn = (
         recipe.inputs(generator, _CALIBRATION_SAMPLES, resolution)[0]
         for _ in range(_CALIBRATION_BATCHES)
-    ]
+    )
+    batches = [tuple(tensor.to(where) for tensor in batch) for batch in drawn]
     for classifier in model.members if isinstance(model, ensemble.Ensemble) else [model]:
         weights.calibrate(classifier, batches)
 
@@ -131,7 +134,13 @@ def _check_sizes(name: str, recipe: Recipe, batch: int, resolution: int) -> None
 
 
 def build_network(
-    name: str, *, seed: int, batch: int, resolution: int | None, calibrate: bool
+    name: str,
+    *,
+    seed: int,
+    batch: int,
+    resolution: int | None,
+    calibrate: bool,
+    device: torch.device | str,
 ) -> Network:
     """Build the network of a canonical name; see `torch_nimble.zoo.load`."""
     recipe = RECIPES[name]
@@ -141,8 +150,10 @@ def build_network(
     with torch.random.fork_rng(devices=[]), weights.skip_random_fills():
         model = recipe.build(resolution).eval()
     weights.fill_weights(model, _generator(seed, 0))
+    model.to(device)
     if calibrate and recipe.calibrated:
         _calibrate(model, recipe, _generator(seed, 1), resolution)
-    args, kwargs = recipe.inputs(_generator(seed, 2), batch, resolution)
+    tensors, structure = flatten_inputs(*recipe.inputs(_generator(seed, 2), batch, resolution))
+    args, kwargs = unflatten_inputs(structure, [tensor.to(device) for tensor in tensors])
     source = "torch_nimble" if recipe.library is None else libraries.library_version(recipe.library)
-    return Network(name=name, model=model, args=args, kwargs=kwargs, source=source)
+    return Network(name=name, model=model, args=tuple(args), kwargs=kwargs, source=source)
