@@ -41,9 +41,11 @@ _NUMBERS = {
 """How many there are in a config of each family."""
 _PRECISIONS = ("", "tf32", "tf32x3", "ieee")
 _BY_MATRIX_UNIT = ("convolution", "gathered", "linear", "product")
-_FAST = 3
-"""How many configs are tried in a hurry."""
+_FAST, _FAST_OF_ROWS = 2, 3
+"""How many configs are tried in a hurry: where it is known well which of them win, fewer."""
 _FEW_PIXELS = 4
+_MANY_TILES = 1024
+"""With more the processors of a large GPU have several rounds of work, and larger ones pay."""
 _SMALLEST_SUM = 16
 """What a matrix unit sums at least at a time."""
 
@@ -220,6 +222,8 @@ Tuning = tuple[tuple[Tuned, int], ...]
 def configs(site: Site, effort: Effort, may_round: bool = False) -> tuple[str, ...]:
     """Ways to cut the work of a site that are worth trying, the likeliest first.
 
+    The order is that of what won on the networks of the zoo in `benchmarks/results`.
+
     With `may_round`, products of float32 may be those of numbers rounded to TF32. Where a library does
     not do that all the same, three such products give nearly what one of float32 does.
     """
@@ -229,7 +233,8 @@ def configs(site: Site, effort: Effort, may_round: bool = False) -> tuple[str, .
     found = tuple(dict.fromkeys(ways))
     matrices = [config for config in found if Way.parse(config).family in _BY_MATRIX_UNIT]
     others = [config for config in found if config not in matrices]
-    count = _FAST if effort == "fast" else len(found)
+    hurry = _FAST_OF_ROWS if site.kind in OF_ROWS else _FAST
+    count = hurry if effort == "fast" else len(found)
     if site.dtype != "float32" or not matrices:
         return found[:count]
     kept = matrices[: max(0, count - len(others))]
@@ -249,9 +254,10 @@ def _depthwise(site: Site) -> Iterator[str]:
     tile = min(64, whole)
     rows, columns = site.window.size(*site.image[2:])
     is_large = rows * columns * site.image[0] > 40 * 40
-    first = [(32, min(32, tile), 4), (8, tile, 4)] if is_large else [(8, tile, 4), (4, tile, 2)]
+    first = [(8, tile, 4), (32, min(32, tile), 4) if is_large else (16, tile, 4)]
     rest = [
         (16, tile, 4),
+        (4, tile, 2),
         (8, min(32, tile), 1),
         (16, min(32, tile), 2),
         (4, min(128, whole), 4),
@@ -271,9 +277,9 @@ def _dense(site: Site) -> Iterator[str]:
     if pixels <= _FEW_PIXELS and site.window.is_point:
         most, few = _power(site.image[1]), "rows" if site.kind == "linear" else "vector"
         for numbers in (
-            (8, 1024, 4),
-            (16, 512, 4),
             (8, 2048, 8),
+            (16, 512, 4),
+            (8, 1024, 4),
             (4, 1024, 4),
             (32, 256, 4),
             (16, 1024, 8),
@@ -282,19 +288,23 @@ def _dense(site: Site) -> Iterator[str]:
     if site.image[1] < 2 * _SMALLEST_SUM and site.kind not in OF_ROWS:
         summed = min(64, max(_SMALLEST_SUM, _power(taps * site.image[1])))
         made = min(64, max(16, _power(site.made)))
-        for numbers in ((64, made, 4), (32, made, 4), (128, made, 4), (128, made, 8), (64, 16, 4)):
+        for numbers in ((32, made, 4), (64, made, 4), (128, made, 4), (128, made, 8), (64, 16, 4)):
             yield "gathered/" + "/".join(map(str, (*numbers[:2], summed, numbers[2], 3, 1)))
         if site.image[1] < _SMALLEST_SUM:
             return
     summed = 128 if site.image[1] >= 256 else 64 if site.image[1] > 32 else 32
-    wide = 64 if site.made >= 192 else 32
     stages = 4 if taps * site.image[1] > 4 * summed else 3
+    is_wide = site.made >= 192
+    wide, at_most_64 = 64 if is_wide else 32, min(64, summed)
     if pixels <= 14 * 14:
-        first = [(16, 32, summed), (16, wide, summed), (32, 32, summed)]
+        first = [(16, 32, summed), (16, 64 if is_wide else 16, summed), (32, 32, summed)]
     elif pixels <= 28 * 28:
-        first = [(16, 32, summed), (32, wide, summed), (64, 32, summed)]
+        first = [(16, 32, summed), (64 if is_wide else 32, 32, summed), (32, wide, summed)]
+    elif -(-pixels // 64) * -(-site.made // wide) > _MANY_TILES:
+        first = [(64, wide, at_most_64), (128, 64, 32), (64, 32, at_most_64)]
     else:
-        first = [(64, wide, min(64, summed)), (32, 32, summed), (64, 32, min(64, summed))]
+        less = (64, 32, at_most_64) if is_wide else (32, 32, summed)
+        first = [(64, wide, at_most_64), less, (32, 32, summed)]
     rest = [
         (16, 16, summed),
         (16, 64, 64),
@@ -309,9 +319,10 @@ def _dense(site: Site) -> Iterator[str]:
     whole = [(*numbers, 1) for numbers in (*first, *rest)]
     cuts = [parts for parts in (4, 8) if taps * site.image[1] >= 256 * parts and pixels <= 28 * 28]
     cut = [
-        (*numbers, parts) for parts in cuts for numbers in ((32, 64, 64), (64, 64, 64), (16, 64, 128))
+        (*numbers, parts) for parts in cuts for numbers in ((64, 64, 64), (32, 64, 64), (16, 64, 128))
     ]
-    ordered = [*whole[:1], *cut[:2], *whole[1:], *cut[2:]]
+    is_small = pixels <= 14 * 14
+    ordered = [*cut[:1], *whole[:is_small], *cut[1:2], *whole[is_small:], *cut[2:]]
     for a, b, c, parts in ordered:
         c = min(c, max(_SMALLEST_SUM, _power(site.image[1])))
         steps = taps * -(-site.image[1] // c)
