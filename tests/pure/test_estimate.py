@@ -79,6 +79,31 @@ def test_elementwise_operators_become_one_task_that_touches_only_what_others_do(
     assert {region.buffer for region in fused.tasks[1].writes} == {"d"}
 
 
+def test_what_is_made_for_one_task_only_joins_it() -> None:
+    """Layers' results, scaled, are summed; one of the products is read by another layer, too."""
+    sizes = (1, 8, 4, 4)
+    buffers = [Buffer(n, "temporary", 256, "float16", sizes) for n in "xabcdefgh"]
+    weight = Buffer("w", "constant", 128, "float16", (8, 8))
+
+    def layer(name: str, read: str) -> Task:
+        reads = (Region(read), Region("w"))
+        return Task(name, "torch_nimble.convolve.default", reads, (Region(name),))
+
+    tasks = [
+        layer("a", "x"),
+        layer("b", "x"),
+        layer("c", "x"),
+        *(Task(n, "aten.mul.Tensor", (Region(r),), (Region(n),)) for r, n in ("ad", "be", "cf")),
+        Task("g", "aten.cat.default", (Region("d"), Region("e"), Region("f")), (Region("g"),)),
+        layer("h", "d"),
+    ]
+    fused = fuse(TaskGraph.from_conflicts(tasks, [*buffers, weight]))
+    assert [task.name for task in fused.tasks] == ["a", "b", "c", "d", "f", "h"]
+    joined = fused.tasks[4]
+    assert {region.buffer for region in joined.reads} == {"b", "c", "d"}
+    assert {region.buffer for region in joined.writes} == {"g"}
+
+
 def test_the_work_of_a_layer_is_that_of_its_shapes() -> None:
     graph = chain()
     buffers = {buffer.name: buffer for buffer in graph.buffers}

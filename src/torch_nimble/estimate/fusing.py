@@ -1,12 +1,14 @@
 """Operators that a compiler for GPUs would put into one kernel, as one task.
 
 Elementwise operators and copies join the last task they depend on, unless that is a layer or a product
-of matrices. That is less than Inductor does and more than nothing: in networks of layers that have their
-activations inside already, little else is left.
+of matrices; those that are left and made for one task of such a kind only join that. That is less than
+Inductor does and more than nothing: in networks of layers that have their activations inside already,
+little else is left.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 from torch_nimble.report.kinds import kind_of
@@ -18,16 +20,28 @@ _JOINED = ("elementwise", "memory", "reduction", "normalisation", "pooling")
 
 def fuse(graph: TaskGraph) -> TaskGraph:
     """The same work in fewer tasks, in an order that is still topological."""
-    group = list(range(len(graph.tasks)))  # the first task of each one's group
+    group = list(range(len(graph.tasks)))  # the task after which each one's group is called
     before: list[set[int]] = [set() for _ in graph.tasks]
+    after: list[set[int]] = [set() for _ in graph.tasks]
     for u, v in graph.edges:
         before[v].add(u)
+        after[u].add(v)
     for v, task in enumerate(graph.tasks):
-        # Groups are numbered by their first task, and this is the last it depends on: whatever else it
+        # Groups are numbered by a task of theirs, and this is the last it depends on: whatever else it
         # needs comes before that, so no cycle can arise.
         last = max((group[u] for u in before[v]), default=v)
         if kind_of(task.kind) in _JOINING and kind_of(graph.tasks[last].kind) in _JOINED:
             group[v] = last
+    sizes = Counter(group)
+    for u in reversed(range(len(graph.tasks))):
+        # Whoever needs it is in one group, and what it needs comes before that.
+        readers = {group[v] for v in after[u]}
+        if sizes[u] == 1 and len(readers) == 1 and kind_of(graph.tasks[u].kind) in _JOINING:
+            (reader,) = readers
+            if kind_of(graph.tasks[reader].kind) in _JOINED:
+                group[u] = reader
+                sizes[u] -= 1
+                sizes[reader] += 1
     return _contracted(graph, group)
 
 
@@ -53,13 +67,13 @@ def _contracted(graph: TaskGraph, group: list[int]) -> TaskGraph:
         writes = dict.fromkeys(w for task in tasks for w in task.writes if w.buffer not in inside)
         own = {region.buffer for region in writes}
         return replace(
-            tasks[0],
+            graph.tasks[number],
             reads=tuple(region for region in reads if region.buffer not in own),
             writes=tuple(writes),
         )
 
     edges = {
-        (members[group[u]][0].name, members[group[v]][0].name)
+        (graph.tasks[group[u]].name, graph.tasks[group[v]].name)
         for u, v in graph.edges
         if group[u] != group[v]
     }
