@@ -19,7 +19,7 @@ from torch_nimble.bench.record import Json
 from torch_nimble.bench.subject import Part
 from torch_nimble.bench.turns import Turns
 
-_POLL_S = 0.5
+_POLL_S = 0.1
 MEASURING, WAITING, ENDING = "measuring", "waiting for its turn", "ending"
 """Stages that a process tells: it waits until there is a file with the suffix `GO` before it measures,
 and has the machine for itself from then on until it ends."""

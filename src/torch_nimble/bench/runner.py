@@ -156,7 +156,7 @@ class _Workers:
             turns = str(Path(folder, "turns")) if self._wanted.parallel > 1 else ""
             if turns:
                 is_limited = math.isfinite(self._wanted.seconds)
-                todo = sorted(todo, key=lambda one: (one[0].case.target in LONGEST) == is_limited)
+                todo = sorted(todo, key=lambda one: _is_long(one[0].case) == is_limited)
             try:
                 return list(
                     pool.map(lambda one: self._measure(replace(one[0], turns=turns), one[1]), todo)
@@ -203,6 +203,11 @@ class _Workers:
             return launch(one, stage, self._stop, limit, self._turns)
         finally:
             self._progress.remove_task(row)
+
+
+def _is_long(case: Case) -> bool:
+    """Other sizes of the same networks are for the end of a suite anyway."""
+    return case.target in LONGEST and case.batch == 1 and not case.load
 
 
 def device_here() -> str:

@@ -14,7 +14,8 @@ from torch_nimble.bench.record import Json, percentile
 from torch_nimble.bench.subject import Call, Inputs, Subject
 
 _SETTLE_AT_LEAST, _SETTLE_US = 5, 20_000
-_ROUND_US, _CALLS_AT_LEAST, _ENQUEUED_AT_MOST = 75_000, 20, 100
+_ROUND_US, _CALLS_AT_LEAST = 75_000, 20
+_ENQUEUED_AT_LEAST, _ENQUEUED_AT_MOST = 10, 50
 
 
 class Stopwatch:
@@ -28,14 +29,15 @@ class Stopwatch:
         self._rounds: list[tuple[list[float], float | None]] = []
 
     def take_round(self) -> None:
-        """Some calls to settle, then the timed ones, then as many that nobody waits for."""
+        """Some calls to settle, then the timed ones, then some that nobody waits for."""
         settled = self._calls(_SETTLE_AT_LEAST)
         missing_us = max(0.0, _SETTLE_US - sum(settled))
         settled += self._calls(math.ceil(missing_us / statistics.median(settled)))
         if not self._count:
             self._count = max(_CALLS_AT_LEAST, math.ceil(_ROUND_US / statistics.median(settled)))
         latencies = self._calls(self._count)
-        self._rounds.append((latencies, self._enqueued(min(self._count, _ENQUEUED_AT_MOST))))
+        in_a_row = max(_ENQUEUED_AT_LEAST, min(self._count // 2, _ENQUEUED_AT_MOST))
+        self._rounds.append((latencies, self._enqueued(in_a_row)))
 
     def _calls(self, count: int) -> list[float]:
         """Microseconds of whole calls, each synchronised."""
