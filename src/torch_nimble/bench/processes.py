@@ -97,7 +97,8 @@ class _Watched:
                 return f"exit status {status}" if status else ""
             before, passed_s = time.monotonic(), time.monotonic() - before
             left_s -= passed_s if self._has_turn or not self._turns.is_taken() else 0.0
-            now = _read(self._result).get("stage", "starting")
+            told = _read(self._result)
+            now = told.get("stage", ENDING if told else "starting")
             self._stage(now)
             if now == WAITING and not self._has_turn:
                 self._has_turn = self._turns.take(self._process.pid, _POLL_S)
