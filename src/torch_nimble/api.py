@@ -18,6 +18,7 @@ from torch_nimble.options import Options, Planner
 from torch_nimble.plans import Plan
 from torch_nimble.prepare import Progress
 from torch_nimble.schedule import max_concurrency
+from torch_nimble.signature import as_arguments
 from torch_nimble.taskgraph import TaskGraph
 from torch_nimble.training.settings import Settings
 from torch_nimble.training.step import TrainingStep
@@ -161,11 +162,10 @@ def taskgraph(
 
     On a GPU the tasks are fused kernels; kernels for its layers are tried, as when it is prepared.
     """
-    if isinstance(args, torch.Tensor):
-        raise InputError("args is a tensor; pass a tuple of arguments, args=(x,)")
+    given = as_arguments(args, kwargs)
     callee = Callee(model)
-    tensors, structure = flatten_inputs(tuple(args), dict(kwargs or {}))
-    callee.check_arguments(tuple(args), dict(kwargs or {}))
+    tensors, structure = flatten_inputs(*given)
+    callee.check_arguments(*given)
     owned = (p.device for module in callee.modules.values() for p in module.parameters())
     home = next(owned, next((tensor.device for tensor in tensors), torch.device("cpu")))
     device = device_for(home)

@@ -20,7 +20,7 @@ import torch
 
 from torch_nimble.batching import Batching
 from torch_nimble.capture import Adapter, Callee, generators_kept
-from torch_nimble.errors import InputError, NimbleWarning, OptionError
+from torch_nimble.errors import NimbleWarning, OptionError
 from torch_nimble.execute.cuda import CudaExecutable
 from torch_nimble.face import ModelFace
 from torch_nimble.fallbacks import level_of_caller
@@ -29,7 +29,7 @@ from torch_nimble.planned import Planned
 from torch_nimble.prepare import Progress
 from torch_nimble.prepared import Prepared
 from torch_nimble.quick import MISS, QuickCall
-from torch_nimble.signature import Signature, check_tensors
+from torch_nimble.signature import Signature, as_arguments, check_tensors
 from torch_nimble.tree import Node, flatten_inputs, unflatten_inputs
 from torch_nimble.weights import ModuleWatch, Tripwire
 
@@ -165,9 +165,7 @@ class Engine(ModelFace, Planned):
         self._check_usable()
         if self._disabled:
             return self
-        if isinstance(args, torch.Tensor):
-            raise InputError("args is a tensor; pass a tuple of arguments, args=(x,)")
-        tensors, structure = flatten_inputs(tuple(args), dict(kwargs or {}))
+        tensors, structure = flatten_inputs(*as_arguments(args, kwargs))
         tensors = check_tensors(structure, tensors)
         self._follow_modules()
         self._check_call(structure, tensors)

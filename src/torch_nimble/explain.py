@@ -238,10 +238,12 @@ def _signature_lines(account: SignatureAccount) -> list[str]:
 
 def _preparation_lines(account: SignatureAccount) -> list[str]:
     total = sum(account.stages_s.values())
-    stages = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in account.stages_s.items())
+    stages = ", ".join(
+        f"{name} {seconds:.2f} s" for name, seconds in account.stages_s.items() if seconds >= 0.005
+    )
     changed = ", ".join(f"{name} {count}" for name, count in account.passes.items() if count)
     return [
-        f"prepared in {total:.1f} s: {stages}",
+        f"prepared in {total:.1f} s" + (f": {stages}" if stages else ""),
         *([f"changed by passes: {changed}"] if changed else []),
     ]
 

@@ -17,7 +17,7 @@ import torch
 
 from torch_nimble.capture import MODEL_LOCK, AutocastState, Callee, Traceable, generators_kept
 from torch_nimble.devices import Device, RefusedError, device_for
-from torch_nimble.errors import CaptureError, FallbackError, InputError, StateError
+from torch_nimble.errors import CaptureError, FallbackError, InputError, OptionError, StateError
 from torch_nimble.explain import Explanation
 from torch_nimble.fallbacks import Fallbacks
 from torch_nimble.flags import numeric_flags
@@ -53,6 +53,8 @@ class Planned(ABC):
     _disabled: bool
 
     def _begin(self, callee: Callee, options: Options, progress: Progress) -> None:
+        if not callable(progress):
+            raise OptionError(f"progress is {progress!r}; it must be a function of a stage's name")
         set_own = self._set_own
         set_own("_callee", callee)
         set_own("_modules_watch", ModuleWatch(callee.modules.values(), callee.watched))

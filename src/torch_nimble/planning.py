@@ -63,6 +63,8 @@ def make_plan(
 
     With the name of a GPU, as on that GPU, by estimated times: on lanes or by the best of several plans.
     """
+    if is_graph_file(target) and (inputs or dtype):
+        raise OptionError("--input and --dtype are for networks; a task graph's file has its own sizes")
     if gpu_name is not None:
         return _plan_for_gpu(target, inputs, dtype, lanes, console, load_gpu(gpu_name))
     if is_graph_file(target):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -12,6 +13,19 @@ from torch_nimble.errors import InputError
 from torch_nimble.tree import Leaf, Node, Static, Structure, argument_names, child_labels, input_paths
 
 TensorKey = tuple[tuple[int, ...], torch.dtype, torch.device]
+
+
+def as_arguments(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What somebody gave as `args=` and `kwargs=`; InputError if a call could not be made with it."""
+    if isinstance(args, torch.Tensor):
+        raise InputError("args is a tensor; pass a tuple of arguments, args=(x,)")
+    if not isinstance(args, Sequence) or isinstance(args, str):
+        raise InputError(f"args is {args!r}; pass a tuple of arguments, args=(x,)")
+    if kwargs is not None and not (
+        isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)
+    ):
+        raise InputError(f"kwargs is {kwargs!r}; pass a dict of arguments by name")
+    return tuple(args), dict(kwargs or {})
 
 
 @dataclass(frozen=True, slots=True)

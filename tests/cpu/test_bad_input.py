@@ -175,6 +175,21 @@ def test_tensor_instead_of_a_tuple_of_arguments() -> None:
             use()
 
 
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"args": 3}, r"args is 3.*args=\(x,\)"),
+        ({"args": "x"}, "args is 'x'"),
+        ({"args": (X,), "kwargs": [1]}, r"kwargs is \[1\]; pass a dict"),
+        ({"args": (X,), "kwargs": {1: X}}, "pass a dict of arguments by name"),
+    ],
+)
+def test_arguments_that_no_call_could_be_made_with(given: dict[str, Any], match: str) -> None:
+    for use in (nimble.compile, nimble.plan, lambda m, **g: nimble.compile(m).prepare(**g)):
+        with pytest.raises(nimble.InputError, match=match):
+            use(Two(), **given)
+
+
 # -------------------------------------------------------------------- plans
 
 
@@ -310,6 +325,7 @@ def test_plan_file_that_is_not_one(tmp_path: Path, content: str | None, match: s
         ({"tune": True}, "tune is True.*'off', 'fast', 'full'"),
         ({"tune": None}, "tune is None"),
         ({"tune": []}, r"tune is \[\]"),
+        ({"progress": 3}, "progress is 3"),
     ],
 )
 def test_option_that_makes_no_sense(options: dict[str, Any], match: str) -> None:

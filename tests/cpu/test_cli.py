@@ -96,6 +96,10 @@ def test_a_graph_s_own_times_are_not_replaced(graph_file: Path) -> None:
     done = run("plan", str(graph_file), "--simulate", "h200")
     assert done.returncode == 1
     assert "has times of its own" in done.stderr
+    for options in (["--input", "1x3"], ["--dtype", "fp16"]):
+        done = run("plan", str(graph_file), *options)
+        assert done.returncode == 1
+        assert "has its own sizes" in done.stderr
 
 
 def test_plan_for_people_names_the_counts(graph_file: Path) -> None:

@@ -15,7 +15,7 @@ from torch_nimble.options import Options
 from torch_nimble.planned import Planned
 from torch_nimble.prepare import Progress
 from torch_nimble.prepared import Prepared
-from torch_nimble.signature import Signature, check_tensors
+from torch_nimble.signature import Signature, as_arguments, check_tensors
 from torch_nimble.touched import Tables
 from torch_nimble.training.adapter import (
     Phase,
@@ -185,7 +185,7 @@ class TrainingStep(Planned):
     def prepare(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Self:
         """Make the plan for batches like this one now. Nothing is trained by it."""
         self._check_usable()
-        tensors, structure = flatten_inputs(tuple(args), dict(kwargs or {}))
+        tensors, structure = flatten_inputs(*as_arguments(args, kwargs))
         tensors = check_tensors(structure, tensors)
         if not self._disabled:
             with self._lock:
