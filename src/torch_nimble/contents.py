@@ -85,6 +85,10 @@ class Contents:
         """Those of which Python itself counts the changes."""
         return [container for container in self.containers if isinstance(container, dict)]
 
+    def items(self) -> list[Any]:
+        """What is in them."""
+        return [item for container in self.containers for item in _items(container)]
+
     def changed(self) -> list[Any]:
         """The containers that hold something else now."""
         pairs = zip(self.containers, self._held, strict=True)

@@ -15,7 +15,14 @@ from typing import Any, NoReturn, Self
 
 import torch
 
-from torch_nimble.capture import MODEL_LOCK, AutocastState, Callee, Traceable, generators_kept
+from torch_nimble.capture import (
+    MODEL_LOCK,
+    AutocastState,
+    Callee,
+    Traceable,
+    generators_kept,
+    values_kept,
+)
 from torch_nimble.devices import Device, RefusedError, device_for
 from torch_nimble.errors import CaptureError, FallbackError, InputError, OptionError, StateError
 from torch_nimble.explain import Explanation
@@ -195,7 +202,7 @@ class Planned(ABC):
     ) -> NoReturn:
         """Raise for a model that could not be captured; InputError if eager refuses the inputs too."""
         try:
-            with generators_kept():
+            with generators_kept(), values_kept(adapter.callee.bound_tensors):
                 adapter.eager([tensor.clone() for tensor in tensors], lambda _, p: p.clone())
         except CaptureError:
             raise error from None

@@ -22,8 +22,10 @@ from torch_nimble.capture import (
     Captured,
     ParametersUnwritten,
     Traceable,
+    attributes_kept,
     examples,
     generators_kept,
+    values_kept,
 )
 from torch_nimble.devices import Device, Entry, Executable, RefusedError
 from torch_nimble.errors import CaptureError, InputError
@@ -122,9 +124,8 @@ def _prepare(
     notes: list[Candidate],
 ) -> Choice:
     device.get_ready()
-    if not adapter.trains:  # a step may use no tensors but the model's and the batch's, cached or not
-        with stages("run eager"):
-            _fill_caches(adapter, tensors)
+    with stages("run eager"):
+        _fill_caches(adapter, tensors)
     with stages("capture"):
         captured = device.capture(adapter, tensors)
     with stages("choose kernels"):
@@ -209,11 +210,19 @@ def _fill_caches(adapter: Traceable, tensors: Sequence[torch.Tensor]) -> None:
     """One call of the model on copies: what it makes in its first call and keeps is to be real.
 
     A trace would leave its own stand-ins for tensors there, and the model would be broken for good. A
-    model that fails here fails when it is captured, too, and is told why.
+    model that fails here fails when it is captured, too, and is told why. What a training step finds in
+    the model's attributes is what its caller left there.
     """
-    parameters = [p for module in adapter.callee.modules.values() for p in module.parameters()]
+    callee = adapter.callee
+    parameters = [p for module in callee.watched for p in module.parameters()]
+    kept = attributes_kept(callee.watched, callee.values) if adapter.trains else contextlib.nullcontext()
     try:
-        with generators_kept(), ParametersUnwritten(parameters):
+        with (
+            generators_kept(),
+            ParametersUnwritten(parameters),
+            values_kept(callee.bound_tensors),
+            kept,
+        ):
             adapter.eager([tensor.clone() for tensor in tensors])
     except torch.OutOfMemoryError:
         raise

@@ -45,7 +45,8 @@ class Prepared:
         self._program = self.choice.lowered.program
         self._trains = adapter.trains
         self._label = f"torch_nimble {adapter.callee.name} ({self.choice.chosen})"
-        self._modules = [m for root in adapter.callee.modules.values() for m in root.modules()]
+        roots = [*adapter.callee.modules.values(), *adapter.callee.watched]
+        self._modules = list(dict.fromkeys(m for root in roots for m in root.modules()))
         self._lock = device.lock or threading.Lock()
         self._written = [i for i, slot in enumerate(self._program.inputs) if slot.mutated]
         self.watch = self._watch_now()

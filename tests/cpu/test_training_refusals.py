@@ -144,27 +144,6 @@ def test_a_loss_function_that_leaves_tensors() -> None:
     refused(nimble.CaptureError, "item|value of a tensor", lambda m, x, y: mse(m, x, y) * x.sum().item())
 
 
-OUTSIDE = torch.tensor([1.0, 2.0]).double()
-SCALAR = torch.tensor(2.0).double()
-PARAMETER = nn.Parameter(torch.ones(2).double())
-CRITERION = nn.CrossEntropyLoss(weight=OUTSIDE)
-
-
-@pytest.mark.parametrize(
-    "loss_fn",
-    [
-        lambda m, x, y: ((m(x) - y).square() * OUTSIDE).mean(),
-        lambda m, x, y: mse(m, x, y) * SCALAR,
-        lambda m, x, y: ((m(x) - y).square() * PARAMETER).mean(),
-        lambda m, x, y: CRITERION(m(x), y.argmax(1)),
-        lambda m, x, y: mse(m, x, y).add_(SCALAR),
-    ],
-    ids=["tensor", "scalar", "parameter", "module", "in place"],
-)
-def test_tensors_that_are_neither_in_the_model_nor_in_the_batch(loss_fn: Any) -> None:
-    refused(nimble.CaptureError, "neither.*model.*batch.*register_buffer", loss_fn)
-
-
 def test_tensors_made_of_python_values_are_constants() -> None:
     def loss_fn(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         weights = torch.tensor([1.0, 3.0]).double()

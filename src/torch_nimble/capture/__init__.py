@@ -15,8 +15,10 @@ from torch_nimble.capture.isolation import (
     Assigned,
     ParametersUnwritten,
     TorchGenerators,
+    attributes_kept,
     examples,
     generators_kept,
+    values_kept,
 )
 
 __all__ = [
@@ -31,7 +33,9 @@ __all__ = [
     "StandIn",
     "TorchGenerators",
     "Traceable",
+    "attributes_kept",
     "capture",
     "examples",
     "generators_kept",
+    "values_kept",
 ]

@@ -40,9 +40,10 @@ class Callee:
             )
         self.target: Callable[..., Any] = target
         self.traced: Callable[..., Any] = _traceable(target)
-        self._reached = list(_reachable(target))
+        self.reached = list(_reachable(target))
+        """Named values that calls may use."""
         self._contents = Contents(self.values)
-        self.modules = _modules_among(self._reached)
+        self.modules = _modules_among(self.reached)
         self.watched: Iterable[nn.Module] = tuple(self.modules.values())
         """Modules whose attributes calls may read."""
         self.name: str = (
@@ -61,15 +62,20 @@ class Callee:
         if self.module is not None:
             return True
         now = list(_reachable(self.target))
-        is_same = len(now) == len(self._reached) and all(
-            value is known for (_, value), (_, known) in zip(now, self._reached, strict=True)
+        is_same = len(now) == len(self.reached) and all(
+            value is known for (_, value), (_, known) in zip(now, self.reached, strict=True)
         )
         return is_same and self._contents.unchanged()
 
     @property
     def values(self) -> list[Any]:
         """What a function has bound."""
-        return [] if self.module is not None else [value for _, value in self._reached]
+        return [] if self.module is not None else [value for _, value in self.reached]
+
+    @property
+    def bound_tensors(self) -> list[torch.Tensor]:
+        """Tensors that calls may reach, other than those of modules that are compiled with it."""
+        return [value for value in [*self.values, *self._contents.items()] if _is_tensor(value)]
 
     def ignore(self, containers: Iterable[Any]) -> None:
         """Do not look into these any more: calls change them without effect."""
@@ -103,6 +109,10 @@ class Callee:
                 f"{self.name} is called with the wrong arguments: {reason} "
                 f"(given: {', '.join(given)}; it takes {self.name}{signature})"
             ) from None
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def _refuse_compiled(target: Any) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from torch_nimble.capture.callee import Callee
+from torch_nimble.capture.isolation import WrittenError
 from torch_nimble.errors import CaptureError
 
 _OWN = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/")
@@ -28,8 +29,9 @@ _DYNAMIC = (
     "Keep the value in a tensor, or compile the parts of the model before and after that line"
 )
 _FOREIGN = (
-    "it uses a tensor that is neither in the model nor in the batch, and whose changes a plan could not "
-    "see. Pass it with the batch, or give it to the model with register_buffer or as a parameter"
+    "it writes a tensor that is neither in the model nor in the batch. Return the value and keep it "
+    "outside, or give the tensor to the model with register_buffer; batch norm of another network in "
+    "training mode writes its statistics: call eval() on that network, or make it a part of the model"
 )
 
 
@@ -38,7 +40,7 @@ def explain_failure(callee: Callee, reason: BaseException) -> CaptureError:
     line = _user_line(reason) or callee.location
     if "DataDependent" in type(reason).__name__ or "data-dependent" in str(reason):
         return CaptureError(f"cannot capture {callee.name}: at {line}: {_BRANCH}")
-    if "convert all Tensors to FakeTensors" in str(reason):
+    if isinstance(reason, WrittenError) or "mutating a non-functional tensor" in str(reason):
         return CaptureError(f"cannot capture {callee.name}: at {line}: {_FOREIGN}")
     if isinstance(reason, OSError):
         return CaptureError(

@@ -24,7 +24,7 @@ from torch_nimble.errors import CaptureError
 
 _COUNTED = (bool, int, float, str)
 _IN_PLACE = re.compile(
-    r"(?!requires_grad_)[a-z]\w*[^_]_|__setitem__"
+    r"(?!requires_grad_)_?[a-z]\w*[^_]_|__setitem__"
     r"|__i(add|sub|mul|matmul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__"
 )
 """Names of functions that write their first argument."""
@@ -84,6 +84,19 @@ def attributes_kept(roots: Iterable[nn.Module], others: Iterable[Any] = ()) -> I
                 if table.get(name) is not value:
                     table[name] = value
         contents.put_back()
+
+
+@contextlib.contextmanager
+def values_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """The values of tensors afterwards as they were."""
+    before = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, old in before:
+                if not torch.equal(tensor, old):
+                    tensor.copy_(old)
 
 
 class TorchGenerators:
@@ -233,15 +246,15 @@ class ParametersKnown(TorchFunctionMode):
         return func(*args, **named)
 
 
-class ParametersUnwritten(TorchFunctionMode):
-    """CaptureError before code writes one of these parameters.
+class _Unwritten(TorchFunctionMode):
+    """Looks at tensors before code writes them.
 
     Operators are not looked at one by one: under a mode that does so, some run in another way.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        super().__init__()
-        self._memory = {_storage(parameter) for parameter in parameters}
+    def look_at(self, tensor: torch.Tensor, name: str) -> None:
+        """Raise if this function may not write this tensor."""
+        raise NotImplementedError
 
     def __torch_function__(
         self,
@@ -257,10 +270,37 @@ class ParametersUnwritten(TorchFunctionMode):
             written += args[:1]
         if name in ("embedding", "embedding_bag") and (*args[3:4], named.get("max_norm"))[0] is not None:
             written += args[1:2]  # rows that are too long are made shorter
-        for item in written:
-            if isinstance(item, torch.Tensor) and _storage(item) in self._memory:
-                raise CaptureError(f"{name} writes a parameter")
+        for value in written:
+            for item in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(item, torch.Tensor):
+                    self.look_at(item, name)
         return func(*args, **named)
+
+
+class ParametersUnwritten(_Unwritten):
+    """CaptureError before code writes one of these parameters."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__()
+        self._memory = {_storage(parameter) for parameter in parameters}
+
+    def look_at(self, tensor: torch.Tensor, name: str) -> None:
+        """Whichever view of a parameter it is."""
+        if _storage(tensor) in self._memory:
+            raise CaptureError(f"{name} writes a parameter")
+
+
+class WrittenError(RuntimeError):
+    """Code that is traced writes a tensor that has a value."""
+
+
+class OthersUnwritten(_Unwritten):
+    """WrittenError before code that is traced writes a tensor that is no stand-in."""
+
+    def look_at(self, tensor: torch.Tensor, name: str) -> None:
+        """Stand-ins are of classes of their own."""
+        if type(tensor) in (torch.Tensor, nn.Parameter):
+            raise WrittenError(f"{name} writes a tensor that was there before")
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -17,6 +17,7 @@ import torch.utils.checkpoint as checkpointing
 from torch import fx
 
 from torch_nimble.capture.inference import Captured, Source
+from torch_nimble.capture.isolation import OthersUnwritten
 from torch_nimble.errors import CaptureError
 from torch_nimble.tree import Structure
 
@@ -29,15 +30,16 @@ Function = Callable[..., Sequence[Tensor]]
 def trace(function: Function, examples: Sequence[torch.Tensor]) -> fx.GraphModule:
     """The graph of one call with tensors like these. Nothing is computed and nothing is written.
 
-    What the function writes in place shows in what it returns: it is to return all that matters.
+    What the function writes in place shows in what it returns: it is to return all that matters. Other
+    tensors that it reads are attributes of the graph's module; it may write none of them.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch._subclasses.functional_tensor import dispatch_functionalize
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    mode = FakeTensorMode()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = [mode.from_tensor(tensor.detach()) for tensor in examples]
-    with mode, _norms_that_say_what_they_write():
+    with mode, OthersUnwritten(), _norms_that_say_what_they_write():
         made: fx.GraphModule = make_fx(dispatch_functionalize(function))(*fakes)
     for node in made.graph.find_nodes(op="call_function", target=_aten.cudnn_batch_norm.default):
         if node.args[_TRAINS] and node.args[_STATISTICS] is not None:
@@ -160,11 +162,13 @@ def as_captured(
     written: Sequence[str],
     fickle: Collection[str],
     structure: Structure,
+    beside: Mapping[int, Source],
 ) -> Captured:
     """A graph of state and batch, in this order, as one that writes its state where that is.
 
     The last of its results are the new values of what is `written`. What is `fickle` is state, too:
-    others write it between calls, and nothing is to be made of it ahead.
+    others write it between calls, and nothing is to be made of it ahead. `beside` has where tensors
+    live that are neither state nor batch, by their ids, as far as that is known.
     """
     graph, targets = module.graph, list(sources)
     _without_detach(graph)
@@ -192,7 +196,7 @@ def as_captured(
         graph=graph,
         owner=module,
         inputs=tuple(node.name for node in batch),
-        constants={node.name: sources[t] for t, node in by_target.items()} | _literals(module),
+        constants={node.name: sources[t] for t, node in by_target.items()} | _others(module, beside),
         mutated=frozenset([*mutated, *(by_target[t].name for t in fickle if t in by_target)]),
         output_structure=structure,
     )
@@ -206,8 +210,8 @@ def _without_detach(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _literals(module: fx.GraphModule) -> dict[str, Source]:
-    """Tensors that the caller's code makes out of Python values, as constants of the graph."""
+def _others(module: fx.GraphModule, beside: Mapping[int, Source]) -> dict[str, Source]:
+    """Tensors that the caller's code reads or makes out of Python values, as constants of the graph."""
     graph, found = module.graph, dict[str, Source]()
     for node in graph.find_nodes(op="get_attr"):
         tensor = getattr(module, str(node.target))
@@ -217,5 +221,6 @@ def _literals(module: fx.GraphModule) -> dict[str, Source]:
             place.meta.update(node.meta)
             node.replace_all_uses_with(place)
             graph.erase_node(node)
-            found[place.name] = Source({place.name: tensor}, place.name, place.name, place.name)
+            own = Source({place.name: tensor}, place.name, place.name, place.name)
+            found[place.name] = beside.get(id(tensor), own)
     return found

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from torch_nimble.capture import MODEL_LOCK, AutocastState, Callee, Captured, StandIn
+from torch_nimble.capture import MODEL_LOCK, AutocastState, Callee, Captured, Source, StandIn
 from torch_nimble.capture.failure import explain_failure
 from torch_nimble.capture.isolation import (
     Assigned,
@@ -103,6 +103,8 @@ class StepCallee(Callee):
 
     def __init__(self, loss_fn: LossFunction, model: nn.Module) -> None:
         super().__init__(functools.partial(loss_fn, model))
+        others = {name: module for name, module in self.modules.items() if module is not model}
+        self._roots = {"model": model} | others
         self.modules = {"model": model}
         self.name = f"the training step of {type(model).__name__}"
         self._loss_fn = Callee(loss_fn)
@@ -112,6 +114,40 @@ class StepCallee(Callee):
         """File and line of the loss function."""
         return self._loss_fn.location
 
+    @property
+    def bound_tensors(self) -> list[torch.Tensor]:
+        """Buffers of other networks, too, such as the statistics of their batch norms."""
+        others = [module for module in self._roots.values() if module is not self._roots["model"]]
+        return [*super().bound_tensors, *(buffer for module in others for buffer in module.buffers())]
+
+    def tensors_beside(self, state: Sequence[torch.Tensor]) -> dict[int, Source]:
+        """Where tensors of modules live that a step may read beside its state, by their ids."""
+        found: dict[int, Source] = {}
+        known = set(map(id, state))
+        for name, root in self._roots.items():
+            for path, module in root.named_modules(prefix=name):
+                for table in (module._parameters, module._buffers, vars(module)):
+                    for key, value in table.items():
+                        if isinstance(value, torch.Tensor) and id(value) not in known:
+                            place = f"{path}.{key}"
+                            found.setdefault(id(value), Source(table, key, place, f"beside.{place}"))
+        return found
+
+    def trained_elsewhere(self, own: Collection[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Tensors that require grad and are not the model's, by a name for people."""
+        known = set(map(id, own))
+        parameters = [
+            (f"{name}.{path}", parameter)
+            for name, root in self._roots.items()
+            for path, parameter in root.named_parameters()
+        ]
+        bound = [(name, value) for name, value in self.reached if isinstance(value, torch.Tensor)]
+        return {
+            name: tensor
+            for name, tensor in (*parameters, *bound)
+            if tensor.requires_grad and id(tensor) not in known
+        }
+
 
 class StepAdapter:
     """A step, or a part of one, for one signature of its batch."""
@@ -120,14 +156,15 @@ class StepAdapter:
 
     def __init__(
         self,
-        callee: Callee,
+        callee: StepCallee,
         step: Step,
         structure: Node,
         autocast: AutocastState | None,
         phase: Phase = "",
         updated: frozenset[str] = frozenset(),
     ) -> None:
-        self.callee = callee
+        self.callee: Callee = callee
+        self._step_callee = callee
         self._step = step
         self._structure = structure
         self._autocast = autocast
@@ -180,7 +217,8 @@ class StepAdapter:
                 "is captured would draw others when it recomputes. Leave checkpointing or dropout out"
             )
         numbers = [target for target in targets if target.startswith("group.")]
-        return as_captured(module, sources, written, numbers, self.output_structure)
+        beside = self._step_callee.tensors_beside(state)
+        return as_captured(module, sources, written, numbers, self.output_structure, beside)
 
     def _functional(
         self, state: Tensors, batch: Sequence[torch.Tensor]
@@ -204,8 +242,10 @@ class StepAdapter:
             with torch.no_grad():
                 results, _ = assignments.settle(results)
             # Activation checkpointing computes with the weights again in here.
-            found = torch.autograd.grad(weighed, list(leaves.values()), allow_unused=True)
-        gradients = {n: g for n, g in zip(leaves, found, strict=True) if g is not None}
+            others = self._step_callee.trained_elsewhere(list(step.model.parameters()))
+            found = torch.autograd.grad(weighed, [*leaves.values(), *others.values()], allow_unused=True)
+        self._refuse_gradients(dict(zip(others, found[len(leaves) :], strict=True)))
+        gradients = {n: g for n, g in zip(leaves, found, strict=False) if g is not None}
         self.updated = frozenset(gradients)
         new = {f"model.{name}": value for name, value in buffers.items()}
         with torch.no_grad():
@@ -218,6 +258,19 @@ class StepAdapter:
                 new |= self._updates(state, own, gradients)
                 new |= {t: torch.where(new["signal.skipped"], v, new[t]) for t, v in before.items()}
         return [result.detach() for result in results], new
+
+    @staticmethod
+    def _refuse_gradients(found: Mapping[str, torch.Tensor | None]) -> None:
+        """CaptureError if backward() would leave gradients in tensors that are not the model's."""
+        reached = [name for name, gradient in found.items() if gradient is not None]
+        if reached:
+            more = f" and {len(reached) - 3} more" if len(reached) > 3 else ""
+            raise CaptureError(
+                f"the loss gives gradients to {', '.join(reached[:3])}{more}, which the model does not "
+                "have, and where a plan would leave none. If that is to be trained, make it a part of "
+                "the model; if not, set requires_grad_(False), use torch.no_grad(), or call the other "
+                "network with detached parameters (torch.func.functional_call)"
+            )
 
     def _update_only(self, state: Tensors, own: Tensors) -> dict[str, torch.Tensor]:
         """The rest of a step whose gradients are there already."""

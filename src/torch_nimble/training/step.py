@@ -269,6 +269,7 @@ class TrainingStep(Planned):
         return super()._on_new(signature, structure, tensors)
 
     def _adapter(self, structure: Node, signature: Signature) -> StepAdapter:
+        assert isinstance(self._callee, StepCallee)
         phase = self._phase()
         trained = self._trained if phase == "update" else frozenset()
         made = StepAdapter(self._callee, self._step, structure, signature.autocast, phase, trained)

@@ -1,0 +1,212 @@
+"""Tensors that a training step uses and that are neither its model's nor its batch's."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import torch_nimble as nimble
+from cpu.training_parts import Twins, adam, batches, mlp, momentum, mse, rows
+
+Tensor = torch.Tensor
+
+
+class Beside:
+    """A loss that uses something, and how that is changed between steps."""
+
+    def __init__(self) -> None:
+        self.weight = torch.tensor([1.0, 2.0]).double()
+        self.order = torch.tensor([1, 0])
+        self.table = {"weight": self.weight}
+        self.criterion = nn.CrossEntropyLoss(weight=self.weight.clone())
+        self.teacher = nn.Sequential(nn.Linear(4, 8), nn.Dropout(), nn.Linear(8, 2)).double().eval()
+
+    def by_closure(self) -> Callable[..., Tensor]:
+        weight, order = self.weight, self.order
+        return lambda m, x, y: ((m(x) - y).square()[:, order] * weight).mean()
+
+    def by_container(self) -> Callable[..., Tensor]:
+        table = self.table
+        return lambda m, x, y: ((m(x) - y).square() * table["weight"]).mean()
+
+    def by_module(self) -> Callable[..., Tensor]:
+        criterion = self.criterion
+        return lambda m, x, y: criterion(m(x), y.argmax(1))
+
+    def by_network(self) -> Callable[..., Tensor]:
+        teacher = self.teacher
+
+        def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+            with torch.no_grad():
+                wanted = teacher(x)
+            return F.mse_loss(model(x), wanted)
+
+        return loss_fn
+
+
+def moved(beside: Beside) -> None:
+    """As the mean of a student's weights moves."""
+    with torch.no_grad():
+        for parameter in beside.teacher.parameters():
+            parameter.mul_(0.9).add_(0.01)
+
+
+def exchanged(beside: Beside) -> None:
+    for layer in (beside.teacher[0], beside.teacher[2]):
+        layer.weight = nn.Parameter(layer.weight.detach() * 0.8)
+
+
+def with_other_memory(beside: Beside) -> None:
+    for parameter in beside.teacher.parameters():
+        parameter.data = parameter.data * 0.8
+
+
+CASES: dict[str, tuple[str, Callable[[Beside], Any]]] = {
+    "as it is": ("by_closure", lambda b: None),
+    "written": ("by_closure", lambda b: b.weight.mul_(1.5)),
+    "indices written": ("by_closure", lambda b: b.order.copy_(b.order.flip(0))),
+    "replaced in a dict": ("by_container", lambda b: b.table.update(weight=b.table["weight"] * 1.5)),
+    "a buffer": ("by_module", lambda b: None),
+    "a buffer, written": ("by_module", lambda b: b.criterion.weight.mul_(1.5)),
+    "a buffer, replaced": (
+        "by_module",
+        lambda b: setattr(b.criterion, "weight", b.criterion.weight * 1.5),
+    ),
+    "a network": ("by_network", lambda b: None),
+    "a network, moved": ("by_network", moved),
+    "a network, exchanged": ("by_network", exchanged),
+    "a network, with other memory": ("by_network", with_other_memory),
+    "a network, loaded": (
+        "by_network",
+        lambda b: b.teacher.load_state_dict({k: v * 0.8 for k, v in b.teacher.state_dict().items()}),
+    ),
+    "a network, in another mode": ("by_network", lambda b: b.teacher.train(not b.teacher.training)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_step_reads_beside_its_model_is_read_as_it_is(name: str) -> None:
+    torch.manual_seed(0)
+    beside = Beside()
+    loss, change = CASES[name]
+    twins = Twins(mlp(), adam, getattr(beside, loss)())
+    for batch in batches(6):
+        twins.train([batch])
+        change(beside)
+    twins.check()
+    assert not twins.step.explain().fallbacks
+
+
+def test_what_is_written_or_replaced_makes_no_new_plan() -> None:
+    for name in ("written", "a buffer, replaced", "a network, moved", "a network, exchanged"):
+        beside = Beside()
+        loss, change = CASES[name]
+        twins = Twins(mlp(), momentum, getattr(beside, loss)())
+        twins.train(batches(1))
+        (first,) = twins.step._prepared.values()
+        change(beside)
+        twins.train(batches(2))
+        assert list(twins.step._prepared.values()) == [first]
+
+
+GLOBAL = torch.ones(2).double()
+
+
+def test_names_that_are_bound_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = Twins(mlp(), momentum, lambda m, x, y: ((m(x) - y) * GLOBAL).square().mean())
+    for i, batch in enumerate(batches(4)):
+        monkeypatch.setitem(globals(), "GLOBAL", torch.full((2,), 1.0 + i).double())
+        twins.train([batch])
+    twins.check()
+
+
+@functools.lru_cache
+def mask(size: int) -> Tensor:
+    return torch.tril(torch.ones(size, size)).double()
+
+
+class Masked(nn.Module):
+    """Tensors that are made in a first call and kept: in a cache, and in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.scale: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scale is None:
+            self.scale = torch.linspace(1, 2, 2).double()
+        return mask(x.shape[0])[:, :2] * self.inner(x) * self.scale
+
+
+@pytest.mark.parametrize("is_filled", [False, True])
+def test_what_is_kept_from_a_first_call(is_filled: bool) -> None:
+    mask.cache_clear()
+    model = Masked()
+    if is_filled:
+        model(rows()[0])
+    twins = Twins(model, momentum)
+    twins.train(batches(3))
+    assert type(mask(6)) is Tensor
+    assert torch.equal(mask(6), torch.tril(torch.ones(6, 6)).double())
+    if is_filled:
+        for one in (twins.model, twins.eager_model):
+            one.scale = one.scale * 1.5
+        twins.train(batches(3))
+    twins.check()
+
+
+# ------------------------------------------------------------ refused
+
+
+def refused(match: str, loss_fn: Callable[..., Tensor]) -> None:
+    model = mlp()
+    step = nimble.compile_step(loss_fn, model, adam(model))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises(nimble.CaptureError, match=match):
+        step(*rows())
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_what_is_neither_the_model_s_nor_the_batch_s_is_not_written() -> None:
+    total, norm = torch.zeros(()).double(), nn.BatchNorm1d(4).double()
+
+    def adding_up(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        loss = mse(model, x, y)
+        total.add_(loss.detach())
+        return loss
+
+    def counting(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return mse(model, x, y) * torch.exp(-total.add_(1))
+
+    def averaging(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        torch._foreach_add_([total], 1.0)
+        return mse(model, x, y)
+
+    for loss_fn in (adding_up, counting, averaging):
+        refused("writes a tensor.*neither.*register_buffer", loss_fn)
+    refused("writes a tensor.*eval", lambda m, x, y: mse(m, norm(x).detach(), y))
+    assert total == 0
+    assert not norm.running_mean.any()
+    assert norm.num_batches_tracked == 0
+
+
+def test_gradients_of_others_are_not_lost_without_a_word() -> None:
+    weight = torch.ones(2, requires_grad=True, dtype=torch.float64)
+    head = nn.Linear(2, 2).double()
+    refused("gives gradients to weight", lambda m, x, y: ((m(x) - y) * weight).square().mean())
+    refused(r"gives gradients to head\.weight, head\.bias", lambda m, x, y: mse(head, m(x), y))
+
+    def detached(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        parameters = {name: p.detach() for name, p in head.named_parameters()}
+        return F.mse_loss(torch.func.functional_call(head, parameters, (model(x),)), y)
+
+    Twins(mlp(), adam, detached).check_training(batches(3))
+    head.requires_grad_(False)
+    Twins(mlp(), adam, lambda m, x, y: mse(head, m(x), y)).check_training(batches(3))
