@@ -75,6 +75,38 @@ def test_a_step_is_one_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     step.close()
 
 
+def test_tensors_and_networks_beside_the_model_are_read_as_they_are() -> None:
+    """Written and replaced between steps, in weights of a loss and in a network to learn from."""
+    torch.manual_seed(0)
+    ours, teacher = mlp().cuda(), copy.deepcopy(mlp()).cuda().eval()
+    theirs, weight = copy.deepcopy(ours), torch.tensor([1.0, 2.0], dtype=torch.float64).cuda()
+
+    def loss_fn(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            wanted = teacher(x) + y
+        return ((model(x) - wanted).square() * weight).mean()
+
+    mine, other = OPTIMIZERS["adamw"](ours), OPTIMIZERS["adamw"](theirs)
+    step = nimble.compile_step(loss_fn, ours, mine, strict=True)
+    for seed in range(12):
+        given = [tensor.cuda() for tensor in rows(seed)]
+        loss = step(*given)
+        other.zero_grad()
+        expected = loss_fn(theirs, *given)
+        expected.backward()
+        other.step()
+        assert relative_error(loss, expected.detach()) < 1e-6, seed
+        weight.mul_(1.1)
+        with torch.no_grad():
+            for mean, now in zip(teacher.parameters(), ours.parameters(), strict=True):
+                mean.lerp_(now, 0.1)
+        if seed % 4 == 3:
+            teacher[0].weight = nn.Parameter(teacher[0].weight.detach() * 0.5)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert relative_error(a, b) < 1e-8
+    step.close()
+
+
 def test_dropout_draws_anew_at_each_step() -> None:
     model = gpt(dropout=0.5, dtype=torch.float32).cuda().train()
     still = torch.optim.SGD(model.parameters(), lr=0.0)
