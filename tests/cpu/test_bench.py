@@ -272,6 +272,10 @@ def test_cases_are_those_of_suites_and_targets_each_once() -> None:
     with pytest.raises(OptionError, match="for one target, and 2"):
         suites.cases_of(["a:b", "c:d"], [], [], [], ["1x3"])
     assert all(case.trains for case in suites.cases_of([], ["training"], [], [], []))
+    both = suites.cases_of([], ["paper", "batch"], ["fp16"], [1], [])
+    twice = [c for c in both if c.target == "resnet50"]
+    assert len(twice) == 1
+    assert "max-autotune" in twice[0].extra
 
 
 # ------------------------------------------------------------ the order of work
