@@ -12,6 +12,7 @@ import functools
 import itertools
 import operator
 import types
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -36,6 +37,8 @@ _PLAIN = (
 )
 _OPAQUE = (torch.Tensor, nn.Module, type, types.ModuleType, types.FunctionType, functools.partial)
 _DEPTH, _MOST = 4, 1000
+COUNTED = (bool, int, float, str)
+"""What code may change from call to call."""
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
@@ -58,6 +61,30 @@ def own_data(module: nn.Module) -> list[Any]:
     if type(module).__module__.startswith("torch."):
         return []
     return [value for _, value in own_attributes(module) if not is_value(value)]
+
+
+class Slots:
+    """The attributes of an object that has no dict for them, as a list."""
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+        found = (names for kind in type(owner).__mro__ for names in [vars(kind).get("__slots__", ())])
+        every = (name for names in found for name in ([names] if isinstance(names, str) else names))
+        self._names = [name for name in every if hasattr(owner, name)]
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (getattr(self._owner, name, None) for name in self._names)
+
+    def clear(self) -> None:
+        """What is put back is set."""
+
+    def extend(self, values: Iterable[Any]) -> None:
+        """Set them to these."""
+        for name, value in zip(self._names, values, strict=True):
+            object.__setattr__(self._owner, name, value)
 
 
 class Contents:
@@ -113,7 +140,17 @@ class Contents:
                 elif isinstance(container, set):
                     container |= held
                 else:
-                    container += held
+                    container.extend(held)
+
+    def counted(self) -> Iterator[tuple[Any, Any, Any]]:
+        """Containers in which a number, or a text, is another now, with what it was and is."""
+        for container, held in zip(self.containers, self._held, strict=True):
+            if not isinstance(container, set) and not _same(container, held):
+                yield from (
+                    (container, old, new)
+                    for old, new in zip(held, _items(container), strict=False)
+                    if isinstance(old, COUNTED) and isinstance(new, COUNTED) and old != new
+                )
 
     def ignore(self, containers: Iterable[Any]) -> None:
         """Do not look at these any more."""
@@ -127,10 +164,10 @@ class Contents:
         if depth == 0 or is_value(value) or isinstance(value, _OPAQUE) or id(value) in seen:
             return
         container = value
-        if not isinstance(value, list | dict | set | tuple):
+        if not isinstance(value, list | dict | set | tuple | deque):
             if not _is_record(value, depth):
                 return
-            container = vars(value)
+            container = getattr(value, "__dict__", None) or Slots(value)
         if len(container) > _MOST:
             return
         seen.add(id(value))
@@ -149,17 +186,18 @@ def described(container: Any) -> str:
 def _is_record(value: Any, depth: int) -> bool:
     """Whether an object consists of plain data."""
     table = getattr(value, "__dict__", None)
-    if not isinstance(table, dict) or callable(value):
-        return False
+    if not isinstance(table, dict):
+        items = list(Slots(value))
+        return bool(items) and all(_is_data(item, depth - 1) for item in items)
     return all(_is_data(item, depth - 1) for item in table.values())
 
 
 def _is_data(value: Any, depth: int) -> bool:
-    if is_value(value):
+    if is_value(value) or isinstance(value, torch.Tensor):
         return True
     if depth == 0 or isinstance(value, _OPAQUE):
         return False
-    if isinstance(value, list | tuple | set):
+    if isinstance(value, list | tuple | set | deque):
         return len(value) > _MOST or all(_is_data(item, depth - 1) for item in value)
     if isinstance(value, dict):
         return len(value) > _MOST or all(_is_data(item, depth - 1) for item in value.values())

@@ -12,7 +12,6 @@ belong to the caller. On a GPU a call like the one before takes a shorter way (q
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,10 +19,9 @@ import torch
 
 from torch_nimble.batching import Batching
 from torch_nimble.capture import Adapter, Callee, generators_kept
-from torch_nimble.errors import NimbleWarning, OptionError
+from torch_nimble.errors import OptionError
 from torch_nimble.execute.cuda import CudaExecutable
 from torch_nimble.face import ModelFace
-from torch_nimble.fallbacks import level_of_caller
 from torch_nimble.options import Options
 from torch_nimble.planned import Planned
 from torch_nimble.prepare import Progress
@@ -32,8 +30,6 @@ from torch_nimble.quick import MISS, QuickCall
 from torch_nimble.signature import Signature, as_arguments, check_tensors
 from torch_nimble.tree import Node, flatten_inputs, unflatten_inputs
 from torch_nimble.weights import ModuleWatch, Tripwire
-
-_MANY_CHANGES = 3
 
 
 class Engine(ModelFace, Planned):
@@ -45,14 +41,12 @@ class Engine(ModelFace, Planned):
 
     _quick: QuickCall | None
     _batching: Batching | None
-    _changes: int
 
     def __init__(self, target: Any, options: Options, progress: Progress = lambda stage: None) -> None:
         if isinstance(target, Engine):
             raise OptionError("an engine cannot be compiled once more; compile its model (.__wrapped__)")
         self._set_own("__wrapped__", target)
         self._set_own("_quick", None)
-        self._set_own("_changes", 0)
         self._set_own("_batching", Batching(options.batch_sizes) if options.batch_sizes else None)
         self._begin(Callee(target), options, progress)
 
@@ -190,23 +184,12 @@ class Engine(ModelFace, Planned):
         with self._lock:
             if self._modules_watch.unchanged() and self._callee.reaches_the_same():
                 return
-            self._count_change(self._modules_watch.what_changed())
+            remedy = "Keep what does not influence results outside of the model"
+            self._count_change(self._modules_watch.what_changed(), remedy)
             self._drop_plans()
             callee = Callee(self._callee.target)
             self._set_own("_callee", callee)
             self._set_own("_modules_watch", ModuleWatch(callee.modules.values(), callee.watched))
-
-    def _count_change(self, what: str) -> None:
-        """Warn of a model that is changed again and again, which makes every call slow."""
-        self._set_own("_changes", self._changes + 1)
-        if self._changes == _MANY_CHANGES:
-            warnings.warn(
-                f"{self._callee.name} was changed between calls {_MANY_CHANGES} times"
-                f"{f' (now {what})' if what else ''}; its plans are made anew each time. Keep what does "
-                "not influence results outside of the model",
-                NimbleWarning,
-                stacklevel=level_of_caller(),
-            )
 
     # ------------------------------------------------------------ forgetting
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,9 +25,16 @@ from torch_nimble.capture import (
     values_kept,
 )
 from torch_nimble.devices import Device, RefusedError, device_for
-from torch_nimble.errors import CaptureError, FallbackError, InputError, OptionError, StateError
+from torch_nimble.errors import (
+    CaptureError,
+    FallbackError,
+    InputError,
+    NimbleWarning,
+    OptionError,
+    StateError,
+)
 from torch_nimble.explain import Explanation
-from torch_nimble.fallbacks import Fallbacks
+from torch_nimble.fallbacks import Fallbacks, level_of_caller
 from torch_nimble.flags import numeric_flags
 from torch_nimble.options import Options, disabled_by_environment
 from torch_nimble.plans import Plan
@@ -37,6 +45,8 @@ from torch_nimble.signature import Signature, check_devices, check_kinds, tensor
 from torch_nimble.taskgraph import TaskGraph
 from torch_nimble.tree import Node, unflatten_inputs
 from torch_nimble.weights import FoldedConstants, ModuleWatch, watch_optimizers
+
+_MANY_CHANGES = 3
 
 
 class Planned(ABC):
@@ -57,6 +67,7 @@ class Planned(ABC):
     _devices: dict[torch.device, Device | None]
     _pid: int
     _closed: bool
+    _changes: int
     _disabled: bool
 
     def _begin(self, callee: Callee, options: Options, progress: Progress) -> None:
@@ -75,8 +86,20 @@ class Planned(ABC):
         set_own("_devices", {})
         set_own("_pid", os.getpid())
         set_own("_closed", False)
+        set_own("_changes", 0)
         set_own("_disabled", disabled_by_environment())
         watch_optimizers()
+
+    def _count_change(self, what: str, remedy: str) -> None:
+        """Warn of a model that is changed again and again, which makes every call slow."""
+        self._set_own("_changes", self._changes + 1)
+        if self._changes == _MANY_CHANGES:
+            warnings.warn(
+                f"{self._callee.name} was changed between calls {_MANY_CHANGES} times"
+                f"{f' (now {what})' if what else ''}; its plans are made anew each time. {remedy}",
+                NimbleWarning,
+                stacklevel=level_of_caller(),
+            )
 
     def _set_own(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -202,7 +225,8 @@ class Planned(ABC):
     ) -> NoReturn:
         """Raise for a model that could not be captured; InputError if eager refuses the inputs too."""
         try:
-            with generators_kept(), values_kept(adapter.callee.bound_tensors):
+            callee = adapter.callee
+            with generators_kept(), values_kept(callee.bound_tensors), callee.numbers_kept():
                 adapter.eager([tensor.clone() for tensor in tensors], lambda _, p: p.clone())
         except CaptureError:
             raise error from None

@@ -102,7 +102,8 @@ def prepare(
     stages = _Stages(progress)
     # Constants made in the caller's inference mode would be inference tensors for ever; the caller's
     # autocast is entered where the model is called, and nowhere else.
-    with torch.inference_mode(False), torch.no_grad(), autocast_off(), device.running():
+    kept = adapter.callee.numbers_kept()
+    with torch.inference_mode(False), torch.no_grad(), autocast_off(), device.running(), kept:
         given = examples(tensors)
         try:
             return _prepare(device, adapter, given, options, folded, stages, [])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -90,6 +92,7 @@ CASES: dict[str, tuple[str, Callable[[Beside], Any]]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*was changed between calls")
 @pytest.mark.parametrize("name", CASES)
 def test_what_a_step_reads_beside_its_model_is_read_as_it_is(name: str) -> None:
     torch.manual_seed(0)
@@ -118,12 +121,137 @@ def test_what_is_written_or_replaced_makes_no_new_plan() -> None:
 GLOBAL = torch.ones(2).double()
 
 
+@pytest.mark.filterwarnings("ignore:.*was changed between calls")
 def test_names_that_are_bound_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     twins = Twins(mlp(), momentum, lambda m, x, y: ((m(x) - y) * GLOBAL).square().mean())
     for i, batch in enumerate(batches(4)):
         monkeypatch.setitem(globals(), "GLOBAL", torch.full((2,), 1.0 + i).double())
         twins.train([batch])
     twins.check()
+
+
+class Settings:
+    """Plain data in slots."""
+
+    __slots__ = ("weight",)
+
+    def __init__(self) -> None:
+        self.weight = 1.0
+
+
+class Annealed:
+    """An object of plain data that is called."""
+
+    def __init__(self) -> None:
+        self.weight = 1.0
+
+    def __call__(self) -> float:
+        return self.weight
+
+
+class Trainer:
+    """A loss of an object that holds much: plain numbers, containers, tensors, and another model."""
+
+    def __init__(self) -> None:
+        self.other = nn.Linear(1, 1)
+        self.weight, self.table = 1.0, {"weight": 1.0}
+        self.settings, self.annealed = Settings(), Annealed()
+        self.recent = collections.deque([1.0])
+        self.tensor = torch.ones(2).double()
+        self.kept: list[Tensor] = []
+        self.steps = 0
+
+    def scaled(self, found: Tensor, wanted: Tensor) -> Tensor:
+        return self.factor * F.mse_loss(found * self.tensor, wanted)
+
+    @property
+    def factor(self) -> float:
+        return self.weight * self.table["weight"] * self.settings.weight * self.recent[-1]
+
+    def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return self.scaled(model(x), y) * self.annealed()
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return self.loss(model, x, y)
+
+    def keeping(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        loss = mse(model, x, y)
+        self.kept.append(loss.detach())
+        return loss
+
+    def counting(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        self.steps += 1
+        return mse(model, x, y) * self.steps
+
+
+CHANGES: dict[str, Callable[[Trainer], Any]] = {
+    "a number": lambda t: setattr(t, "weight", 2.0),
+    "a number in a dict": lambda t: t.table.update(weight=2.0),
+    "a number in slots": lambda t: setattr(t.settings, "weight", 2.0),
+    "a number of what is called": lambda t: setattr(t.annealed, "weight", 2.0),
+    "a number in a deque": lambda t: t.recent.append(2.0),
+    "a tensor": lambda t: setattr(t, "tensor", t.tensor * 2),
+    "a tensor, written": lambda t: t.tensor.mul_(2),
+}
+
+
+@pytest.mark.parametrize("is_method", [False, True])
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_an_object_holds_that_has_the_loss(name: str, is_method: bool) -> None:
+    trainer = Trainer()
+    twins = Twins(mlp(), momentum, trainer.loss if is_method else trainer)
+    twins.train(batches(2))
+    CHANGES[name](trainer)
+    twins.train(batches(2))
+    twins.check()
+
+
+def test_what_a_decorator_reads() -> None:
+    scale = {"weight": 1.0}
+
+    def scaled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(function)
+        def call(*args: Any) -> Tensor:
+            return scale["weight"] * function(*args)
+
+        return call
+
+    twins = Twins(mlp(), momentum, scaled(mse))
+    twins.train(batches(2))
+    scale["weight"] = 3.0
+    twins.train(batches(2))
+    twins.check()
+
+
+def test_numbers_that_the_loss_counts_are_refused_and_put_back() -> None:
+    trainer, count = Trainer(), 0
+
+    def counting(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        return mse(model, x, y) * count
+
+    refused("changes 'self.steps' from .*cannot update Python values", trainer.counting)
+    refused("changes 'count' from", counting)
+    assert (trainer.steps, count) == (0, 0)
+
+
+def test_what_the_loss_collects_holds_values() -> None:
+    trainer, model = Trainer(), mlp()
+    step = nimble.compile_step(trainer.keeping, model, momentum(model))
+    step(*rows())
+    assert all(type(kept) is Tensor and kept.isfinite() for kept in trainer.kept)
+
+
+def test_a_loss_that_changes_all_the_time_is_warned_of() -> None:
+    trainer, model = Trainer(), mlp()
+    step = nimble.compile_step(trainer.loss, model, momentum(model))
+    for i in range(3):
+        trainer.weight = 1.0 + i
+        step(*rows())
+    trainer.weight = 9.0
+    with pytest.warns(nimble.NimbleWarning, match=r"was changed between calls 3 times.*with the batch"):
+        step(*rows())
 
 
 @functools.lru_cache
@@ -195,6 +323,16 @@ def test_what_is_neither_the_model_s_nor_the_batch_s_is_not_written() -> None:
     assert total == 0
     assert not norm.running_mean.any()
     assert norm.num_batches_tracked == 0
+
+
+def test_tensors_that_nobody_would_see_replaced_are_refused() -> None:
+    array = np.ones(2)
+    mask.cache_clear()
+    refused("reads a tensor.*by a name of its own", lambda m, x, y: mse(m, x, y) * mask(6).sum())
+    refused(
+        "reads a tensor.*by a name of its own",
+        lambda m, x, y: ((m(x) - y) * torch.from_numpy(array)).square().mean(),
+    )
 
 
 def test_gradients_of_others_are_not_lost_without_a_word() -> None:

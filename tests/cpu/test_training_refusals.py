@@ -144,6 +144,125 @@ def test_a_loss_function_that_leaves_tensors() -> None:
     refused(nimble.CaptureError, "item|value of a tensor", lambda m, x, y: mse(m, x, y) * x.sum().item())
 
 
+def test_parameters_that_share_memory() -> None:
+    class Pair(nn.Module):
+        def __init__(self, tie: Callable[[Any], None]) -> None:
+            super().__init__()
+            self.a, self.b = (nn.Linear(4, 4, bias=False).double() for _ in range(2))
+            self.c = nn.Linear(4, 2).double()
+            tie(self)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.c(self.b(self.a(x)))
+
+    def by_parameter(pair: Any) -> None:
+        pair.b.weight = nn.Parameter(pair.a.weight)
+
+    def by_data(pair: Any) -> None:
+        pair.b.weight.data = pair.a.weight.data
+
+    def halves(pair: Any) -> None:
+        both = torch.randn(8, 4, dtype=torch.float64)
+        pair.a.weight, pair.b.weight = nn.Parameter(both[:4]), nn.Parameter(both[4:])
+
+    for tie in (by_parameter, by_data):
+        model = Pair(tie)
+        step = nimble.compile_step(mse, model, sgd(model))
+        with pytest.raises(nimble.InputError, match=r"'a\.weight' and 'b\.weight'.*same memory"):
+            step(*rows())
+    Twins(Pair(halves), sgd).check_training(batches(4))
+    later = Pair(lambda pair: None)
+    step = nimble.compile_step(mse, later, sgd(later))
+    step(*rows())
+    by_data(later)
+    with pytest.raises(nimble.InputError, match="same memory"):
+        step(*rows())
+
+
+def test_state_that_backward_changes() -> None:
+    class Counting(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, owner: Any) -> torch.Tensor:
+            ctx.owner = owner
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+            ctx.owner.calls += 1
+            return gradient, None
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.calls = mlp(), 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = Counting.apply(self.inner(x), self)
+            return made
+
+    refused(nimble.CaptureError, "changes the attribute 'calls'", mse, Net())
+
+    class Norms(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+            self.register_buffer("norm", torch.zeros((), dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = self.inner(x)
+            if made.requires_grad:
+                made.register_hook(lambda gradient: setattr(self, "norm", gradient.norm()))
+            return made
+
+    Twins(Norms(), sgd).check_training(batches(4))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_models_that_somebody_has_compiled_or_wrapped() -> None:
+    scripted = nn.Sequential(torch.jit.script(nn.Linear(4, 2)), nn.ReLU())
+    for model, match in (
+        (torch.compile(mlp()), "torch.compile"),
+        (torch.jit.script(mlp()), "ScriptModule"),
+        (scripted, "its submodule '0'"),
+        (nn.DataParallel(mlp()), "model.module"),
+    ):
+        with pytest.raises(nimble.OptionError, match=match):
+            nimble.compile_step(mse, model, sgd(mlp()))
+
+
+def test_a_step_whose_gradients_are_not_finite_is_over() -> None:
+    """What comes after it is as if it had not been."""
+    models = [mlp(), mlp()]
+    steps = [nimble.compile_step(mse, m, sgd(m), accumulate=3, check_finite=True) for m in models]
+    x, y = rows()
+    for given in ((x, y), (x * float("nan"), y)):
+        steps[0](*given)
+    with pytest.raises(FloatingPointError):
+        steps[0](x, y)
+    for step in steps:
+        for seed in range(6):
+            step(*rows(seed))
+    assert_equal(snapshot(models[0]), snapshot(models[1]))
+
+
+def test_an_optimizer_may_keep_gradients() -> None:
+    class Optimistic(torch.optim.SGD):
+        """Steps by the difference to the gradient before."""
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                before = self.state[parameter].get("before", parameter.grad)
+                parameter.sub_(2 * parameter.grad - before, alpha=0.1)
+                self.state[parameter]["before"] = parameter.grad
+
+    with pytest.warns(nimble.NimbleWarning, match="the update only"):
+        twins = Twins(mlp(), lambda model: Optimistic(model.parameters(), lr=0.1))
+    twins.train(batches(6))
+    now, wanted = twins.model.state_dict(), twins.eager_model.state_dict()
+    assert_near(now, wanted)
+
+
 def test_tensors_made_of_python_values_are_constants() -> None:
     def loss_fn(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         weights = torch.tensor([1.0, 3.0]).double()

@@ -9,6 +9,7 @@ import torch
 
 import torch_nimble as nimble
 from cpu.helpers import Call, assert_close, assert_matches_eager, eager
+from cpu.training_parts import Twins, sgd
 from torch_nimble.zoo import libraries
 
 pytest.importorskip("transformers")
@@ -106,3 +107,26 @@ def test_vision_transformer(transformers: Any) -> None:
     config = transformers.ViTConfig(image_size=32, patch_size=8, **SMALL)
     model = transformers.ViTModel(config).eval()
     assert_matches_eager(model, lambda: Call((), {"pixel_values": torch.randn(1, 3, 32, 32)}))
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_training_with_a_mask(transformers: Any, name: str) -> None:
+    torch.manual_seed(0)
+    if name == "bert":
+        config = transformers.BertConfig(vocab_size=50, hidden_dropout_prob=0.0, **SMALL)
+        config.attention_probs_dropout_prob = 0.0
+        model = transformers.BertModel(config)
+    else:
+        model = gpt2(transformers, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+
+    def loss_fn(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = model(input_ids=ids, attention_mask=mask, use_cache=False)[0]
+        return found[:, 0].square().mean() + found[0].mean()
+
+    twins = Twins(model.double().train(), sgd, loss_fn)
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        mask = torch.ones(2, 7, dtype=torch.long)
+        mask[1, 3 + seed :] = 0
+        twins.train([(torch.randint(50, (2, 7), generator=generator), mask)])
+    twins.check()

@@ -7,6 +7,8 @@ registered, so that their parameters stay the live ones instead of being copied 
 
 from __future__ import annotations
 
+import contextlib
+import dis
 import functools
 import inspect
 import types
@@ -16,11 +18,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_nimble.contents import Contents
+from torch_nimble.contents import COUNTED, Contents
 from torch_nimble.errors import InputError, OptionError
 
 _PLAIN = (bool, int, float, complex, str)
 _NOT_FOLLOWED = ("torch", "torch_nimble")
+_CODE = (
+    nn.Module,
+    type,
+    types.FunctionType,
+    types.MethodType,
+    types.BuiltinFunctionType,
+    types.ModuleType,
+    property,
+    classmethod,
+    staticmethod,
+)
 
 
 class Callee:
@@ -32,12 +45,7 @@ class Callee:
             raise OptionError(
                 f"compile() takes a torch.nn.Module, a function or a bound method, not {what}"
             )
-        _refuse_compiled(target)
-        if isinstance(target, torch.jit.ScriptModule | torch.jit.ScriptFunction):
-            raise OptionError(
-                f"{type(target).__name__} cannot be compiled; compile the module or function that it "
-                "was scripted or traced from"
-            )
+        refuse_compiled(target)
         self.target: Callable[..., Any] = target
         self.traced: Callable[..., Any] = _traceable(target)
         self.reached = list(_reachable(target))
@@ -63,7 +71,9 @@ class Callee:
             return True
         now = list(_reachable(self.target))
         is_same = len(now) == len(self.reached) and all(
-            value is known for (_, value), (_, known) in zip(now, self.reached, strict=True)
+            value is known
+            or (isinstance(value, _PLAIN) and type(value) is type(known) and value == known)
+            for (_, value), (_, known) in zip(now, self.reached, strict=True)
         )
         return is_same and self._contents.unchanged()
 
@@ -76,6 +86,15 @@ class Callee:
     def bound_tensors(self) -> list[torch.Tensor]:
         """Tensors that calls may reach, other than those of modules that are compiled with it."""
         return [value for value in [*self.values, *self._contents.items()] if _is_tensor(value)]
+
+    @contextlib.contextmanager
+    def numbers_kept(self) -> Iterator[Numbers]:
+        """Numbers that code has bound to names outside of modules, afterwards as they were."""
+        numbers = Numbers(_places_of(self.target, set()))
+        try:
+            yield numbers
+        finally:
+            numbers.put_back()
 
     def ignore(self, containers: Iterable[Any]) -> None:
         """Do not look into these any more: calls change them without effect."""
@@ -115,14 +134,21 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _refuse_compiled(target: Any) -> None:
+def refuse_compiled(target: Any) -> None:
     """OptionError for what somebody has made of a model already."""
     if isinstance(target, torch.export.ExportedProgram):
         raise OptionError("an ExportedProgram cannot be compiled; compile its module()")
+    if isinstance(target, torch.jit.ScriptFunction):
+        raise OptionError("a ScriptFunction cannot be compiled; compile the function that it is made of")
     if isinstance(target, nn.Module):
         for name, module in target.named_modules():
+            what = f"its submodule {name!r}" if name else "the model"
+            if isinstance(module, torch.jit.ScriptModule):
+                raise OptionError(
+                    f"{what} is a {type(module).__name__}, which cannot be compiled; compile the module "
+                    "that it was scripted or traced from"
+                )
             if hasattr(module, "_orig_mod") and hasattr(module, "dynamo_ctx"):
-                what = f"its submodule {name!r}" if name else "the model"
                 raise OptionError(
                     f"{what} was given to torch.compile() already; compile the module that it was "
                     "made of (._orig_mod), or use torch.compile(backend='nimble')"
@@ -179,14 +205,20 @@ def _reachable(target: Any, seen: frozenset[int] = frozenset()) -> Iterator[tupl
         return
     if inspect.ismethod(target):
         yield from _held_by("model", target.__self__, seen)
-        yield from _numbers_used(target.__self__, target.__func__)
+        yield from _attributes_used(target.__self__, target.__func__)
         target = target.__func__
     if not inspect.isfunction(target):
         yield from _held_by("model", target, seen)
-        target = vars(type(target)).get("__call__")
-    if not inspect.isfunction(target):
-        return
-    function = inspect.unwrap(target)
+        yield from _attributes_used(target, inspect.getattr_static(type(target), "__call__", None))
+        target = inspect.getattr_static(type(target), "__call__", None)
+    while inspect.isfunction(target):
+        yield from _used_by(target, seen)
+        seen |= {id(target)}
+        target = getattr(target, "__wrapped__", None)  # what a decorator was put around
+
+
+def _used_by(function: types.FunctionType, seen: frozenset[int]) -> Iterator[tuple[str, Any]]:
+    """What a function has bound by names."""
     if id(function) in seen or (function.__module__ or "").split(".")[0] in _NOT_FOLLOWED:
         return
     seen |= {id(function)}
@@ -204,14 +236,99 @@ def _reachable(target: Any, seen: frozenset[int] = frozenset()) -> Iterator[tupl
             yield from _held_by(name, function.__globals__[name], seen)
 
 
-def _numbers_used(owner: Any, function: Any) -> Iterator[tuple[str, Any]]:
-    """Plain values of a method's object that the method's code names; a module's are watched anyway."""
-    if isinstance(owner, nn.Module) or not inspect.isfunction(function):
+def _attributes_used(owner: Any, function: Any) -> Iterator[tuple[str, Any]]:
+    """What a method, and others of its object that it calls, read there; modules' are watched anyway."""
+    if isinstance(owner, nn.Module | type) or not inspect.isfunction(function):
         return
-    own = {**vars(type(owner)), **getattr(owner, "__dict__", {})}
-    for name in _names_in(function.__code__):
-        if isinstance(own.get(name), _PLAIN):
-            yield f"self.{name}", own[name]
+    names, left = dict[str, None](), [function]
+    while left:
+        for name in _names_read(left.pop().__code__):
+            if name not in names:
+                names[name] = None
+                member = inspect.getattr_static(type(owner), name, None)
+                member = member.fget if isinstance(member, property) else member
+                left += [inspect.unwrap(member)] if inspect.isfunction(member) else []
+    for name in names:
+        value = inspect.getattr_static(owner, name, None)
+        if isinstance(value, types.MemberDescriptorType):  # of an object with slots
+            value = getattr(owner, name, None)
+        if not isinstance(value, _CODE):
+            yield f"self.{name}", value
+
+
+def _names_read(code: types.CodeType) -> dict[str, None]:
+    """Names of attributes that code reads, that of functions and comprehensions inside it included."""
+    names = {
+        str(step.argval): None
+        for step in dis.get_instructions(code)
+        if step.opname in ("LOAD_ATTR", "LOAD_METHOD")
+    }
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _names_read(constant)
+    return names
+
+
+Place = tuple[str, Any, str]
+"""A name for people; a dict or a cell; the key in a dict."""
+
+
+def _places_of(target: Any, seen: set[int]) -> Iterator[Place]:
+    """Where code of the user's, and functions that it calls by name, may change numbers."""
+    if isinstance(target, nn.Module | type) or id(target) in seen:
+        return
+    seen.add(id(target))
+    if isinstance(target, functools.partial):
+        yield from _places_of(target.func, seen)
+        return
+    owner = getattr(target, "__self__", None) if inspect.ismethod(target) else target
+    if not inspect.isfunction(target) and not isinstance(owner, nn.Module):
+        table = getattr(owner, "__dict__", {})
+        yield from ((f"self.{name}", table, name) for name in table)
+        target = getattr(target, "__func__", inspect.getattr_static(type(target), "__call__", None))
+    target = inspect.unwrap(target) if callable(target) else target
+    if not inspect.isfunction(target) or (target.__module__ or "").split(".")[0] in _NOT_FOLLOWED:
+        return
+    for name, cell in zip(target.__code__.co_freevars, target.__closure__ or (), strict=True):
+        yield name, cell, ""
+    for name in _names_in(target.__code__):
+        value = target.__globals__.get(name)
+        yield name, target.__globals__, name
+        if inspect.isfunction(value):
+            yield from _places_of(value, seen)
+
+
+class Numbers:
+    """Numbers in dicts and cells, as they were."""
+
+    def __init__(self, places: Iterable[Place]) -> None:
+        found = [(place, self._now(place)) for place in places]
+        self._held = [(place, old) for place, old in found if isinstance(old, COUNTED)]
+
+    @staticmethod
+    def _now(place: Place) -> Any:
+        _, holder, key = place
+        if isinstance(holder, dict):
+            return holder.get(key)
+        try:
+            return holder.cell_contents
+        except ValueError:  # a variable that is not assigned yet
+            return None
+
+    def changed(self) -> list[tuple[str, Any, Any]]:
+        """Names, and what they were and are."""
+        now = ((place[0], old, self._now(place)) for place, old in self._held)
+        return [(name, old, new) for name, old, new in now if isinstance(new, COUNTED) and new != old]
+
+    def put_back(self) -> None:
+        """Bind those that changed to what they were."""
+        for place, old in self._held:
+            if self._now(place) is not old:
+                _, holder, key = place
+                if isinstance(holder, dict):
+                    holder[key] = old
+                else:
+                    holder.cell_contents = old
 
 
 def _names_in(code: types.CodeType) -> dict[str, None]:

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from torch_nimble.capture.callee import Callee
-from torch_nimble.capture.isolation import WrittenError
+from torch_nimble.capture.isolation import UnseenError, WrittenError
 from torch_nimble.errors import CaptureError
 
 _OWN = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/")
@@ -28,6 +28,11 @@ _DYNAMIC = (
     "it makes a Python number or a shape from the values of a tensor, which a static plan cannot. "
     "Keep the value in a tensor, or compile the parts of the model before and after that line"
 )
+_UNSEEN = (
+    "it reads a tensor that is neither in the model nor in the batch, and a plan would not see that it "
+    "is replaced. Let the loss function find it by a name of its own: a variable, an attribute of its "
+    "object, a list or a dict; or pass it with the batch, or give it to the model with register_buffer"
+)
 _FOREIGN = (
     "it writes a tensor that is neither in the model nor in the batch. Return the value and keep it "
     "outside, or give the tensor to the model with register_buffer; batch norm of another network in "
@@ -40,6 +45,8 @@ def explain_failure(callee: Callee, reason: BaseException) -> CaptureError:
     line = _user_line(reason) or callee.location
     if "DataDependent" in type(reason).__name__ or "data-dependent" in str(reason):
         return CaptureError(f"cannot capture {callee.name}: at {line}: {_BRANCH}")
+    if isinstance(reason, UnseenError):
+        return CaptureError(f"cannot capture {callee.name}: at {line}: {_UNSEEN}")
     if isinstance(reason, WrittenError) or "mutating a non-functional tensor" in str(reason):
         return CaptureError(f"cannot capture {callee.name}: at {line}: {_FOREIGN}")
     if isinstance(reason, OSError):

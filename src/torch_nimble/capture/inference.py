@@ -29,6 +29,7 @@ from torch_nimble.capture.isolation import (
     Assignments,
     ParametersKnown,
     attributes_kept,
+    refusing_counting,
     refusing_frozen_draws,
     replaced,
 )
@@ -102,6 +103,7 @@ def capture(adapter: Adapter, tensors: Sequence[torch.Tensor], *, functional: bo
             MODEL_LOCK,
             _nobody_traces(),
             refusing_frozen_draws(callee),
+            refusing_counting(callee),
             _quiet(),
             attributes_kept(callee.modules.values(), callee.values),
         ):

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,15 +20,15 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from torch_nimble.capture.callee import Callee
-from torch_nimble.contents import Contents, described
+from torch_nimble.contents import COUNTED, Contents, described
 from torch_nimble.errors import CaptureError
 
-_COUNTED = (bool, int, float, str)
 _IN_PLACE = re.compile(
     r"(?!requires_grad_)_?[a-z]\w*[^_]_|__setitem__"
     r"|__i(add|sub|mul|matmul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__"
 )
 """Names of functions that write their first argument."""
+_CALLS_FORWARD = nn.Module._call_impl.__code__
 
 
 @contextlib.contextmanager
@@ -132,6 +133,19 @@ def refusing_frozen_draws(callee: Callee) -> Iterator[None]:
                 )
 
 
+@contextlib.contextmanager
+def refusing_counting(callee: Callee) -> Iterator[None]:
+    """CaptureError if code inside changes numbers that a function has bound, put back then."""
+    with callee.numbers_kept() as kept:
+        yield
+        for name, old, new in kept.changed():
+            raise CaptureError(
+                f"{callee.name} ({callee.location}) changes {name!r} from {old!r} to {new!r}; a plan "
+                "cannot update Python values. Change it outside, or keep it in a tensor that is passed "
+                "with the inputs"
+            )
+
+
 @dataclass(frozen=True)
 class Assigned:
     """What a call of a model has left in Python's objects, other than numbers and buffers."""
@@ -200,7 +214,7 @@ class Assignments:
         counted = [
             (module, name, old, new)
             for module, name, old, new in self._changes()
-            if isinstance(old, _COUNTED) and isinstance(new, _COUNTED) and old != new
+            if isinstance(old, COUNTED) and isinstance(new, COUNTED) and old != new
         ]
         for module, name, old, _ in counted:
             vars(module)[name] = old
@@ -209,6 +223,13 @@ class Assignments:
                 f"{self._where()} changes the attribute {name!r} of a {type(module).__name__} from "
                 f"{old!r} to {new!r} in its forward; a plan cannot update Python values. Keep it in a "
                 "buffer, or change it outside of forward"
+            )
+        for container, old, new in self._contents.counted():
+            told = described(container)
+            self._contents.put_back()
+            raise CaptureError(
+                f"{self._where()} changes {old!r} to {new!r} in {told} in its forward; a plan cannot "
+                "update Python values. Keep it in a buffer, or change it outside of forward"
             )
 
     def _where(self) -> str:
@@ -294,13 +315,52 @@ class WrittenError(RuntimeError):
     """Code that is traced writes a tensor that has a value."""
 
 
-class OthersUnwritten(_Unwritten):
-    """WrittenError before code that is traced writes a tensor that is no stand-in."""
+class UnseenError(RuntimeError):
+    """Code that is traced reads a tensor of which nobody would see that it was replaced."""
+
+
+class Others(_Unwritten):
+    """Looks at tensors that are no stand-ins: in code that is traced they are none of its inputs.
+
+    WrittenError before one is written. UnseenError before one is read that is not known by its id,
+    unless a module does it, whose surroundings are frozen.
+    """
+
+    def __init__(self, known: Collection[int]) -> None:
+        super().__init__()
+        self._known = known
 
     def look_at(self, tensor: torch.Tensor, name: str) -> None:
         """Stand-ins are of classes of their own."""
-        if type(tensor) in (torch.Tensor, nn.Parameter):
+        if _has_values(tensor):
             raise WrittenError(f"{name} writes a tensor that was there before")
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        for value in (*args, *(kwargs or {}).values()):
+            for item in value if isinstance(value, list | tuple) else (value,):
+                if _has_values(item) and id(item) not in self._known and not _in_a_module():
+                    raise UnseenError(f"{getattr(func, '__name__', func)} reads an unknown tensor")
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def _has_values(item: Any) -> bool:
+    return type(item) in (torch.Tensor, nn.Parameter)
+
+
+def _in_a_module() -> bool:
+    """Whether the code that is running was called by a module."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _CALLS_FORWARD:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -22,7 +22,9 @@ from torch_nimble.capture.failure import explain_failure
 from torch_nimble.capture.isolation import (
     Assigned,
     Assignments,
+    Others,
     attributes_kept,
+    refusing_counting,
     refusing_frozen_draws,
     replaced,
 )
@@ -188,10 +190,12 @@ class StepAdapter:
         held = [source.tensor() for source in sources.values()]
         state = [tensor for tensor in held if tensor is not None]
         written: list[str] = []
+        beside = self._step_callee.tensors_beside(state)
+        known = {*beside, *map(id, (*state, *self.callee.bound_tensors))}
 
         def function(*values: torch.Tensor) -> list[torch.Tensor]:
             given, batch = dict(zip(targets, values, strict=False)), values[len(targets) :]
-            results, new = self._functional(given, batch)
+            results, new = self._functional(given, batch, known)
             new |= {batch_target(i): value for i, value in enumerate(batch)}
             written[:] = new
             return [*results, *new.values()]
@@ -200,6 +204,7 @@ class StepAdapter:
             with (
                 MODEL_LOCK,
                 refusing_frozen_draws(self.callee),
+                refusing_counting(self.callee),
                 attributes_kept([self._step.model], self.callee.values),
                 noticing_checkpoints() as checkpoints,
             ):
@@ -217,13 +222,15 @@ class StepAdapter:
                 "is captured would draw others when it recomputes. Leave checkpointing or dropout out"
             )
         numbers = [target for target in targets if target.startswith("group.")]
-        beside = self._step_callee.tensors_beside(state)
         return as_captured(module, sources, written, numbers, self.output_structure, beside)
 
     def _functional(
-        self, state: Tensors, batch: Sequence[torch.Tensor]
+        self, state: Tensors, batch: Sequence[torch.Tensor], known: Collection[int]
     ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-        """Results, and the new value of every target that may have one."""
+        """Results, and the new value of every target that may have one.
+
+        Other tensors that the loss function reads have to be `known`, by their ids.
+        """
         step = self._step
         own = _under("model", state)
         if self._phase == "update":
@@ -236,14 +243,15 @@ class StepAdapter:
         with torch.enable_grad(), replaced(step.model, {**buffers, **leaves}):
             assignments = Assignments(self.callee)
             with AutocastState.entered(self._autocast):
-                loss, rest = step.losses(args, kwargs)
+                with Others(known):
+                    loss, rest = step.losses(args, kwargs)
                 weighed = step.weighed(loss, state.get("scaler._scale"))
             results, self.output_structure = flatten_output(step.results(loss, rest))
-            with torch.no_grad():
-                results, _ = assignments.settle(results)
             # Activation checkpointing computes with the weights again in here.
             others = self._step_callee.trained_elsewhere(list(step.model.parameters()))
             found = torch.autograd.grad(weighed, [*leaves.values(), *others.values()], allow_unused=True)
+            with torch.no_grad():
+                results, _ = assignments.settle(results)
         self._refuse_gradients(dict(zip(others, found[len(leaves) :], strict=True)))
         gradients = {n: g for n, g in zip(leaves, found, strict=False) if g is not None}
         self.updated = frozenset(gradients)
@@ -411,10 +419,10 @@ class StepAdapter:
             with AutocastState.entered(self._autocast):
                 loss, rest = step.losses(args, kwargs)
             results, _ = flatten_output(step.results(loss, rest))
+            step.weighed(loss, state.get("scaler._scale")).backward()  # type: ignore[no-untyped-call]
             with torch.no_grad():
                 results, assigned = assignments.settle(results)
                 self.assigned |= assigned
-            step.weighed(loss, state.get("scaler._scale")).backward()  # type: ignore[no-untyped-call]
         if self._phase not in ("", "first batch"):
             for name, parameter in trained.items():
                 if parameter.grad is not None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torch_nimble.capture.callee import refuse_compiled
 from torch_nimble.errors import CaptureError, InputError, OptionError
 
 _ON_GRADIENT = operator.attrgetter("_backward_hooks")
@@ -37,6 +38,12 @@ def check_settings(settings: Settings) -> None:
     model, optimizer = settings.model, settings.optimizer
     if not isinstance(model, nn.Module):
         raise OptionError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    refuse_compiled(model)
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise OptionError(
+            f"{type(model).__name__} cannot be compiled; give its module, model.module, and "
+            "distributed=True to train together with other processes"
+        )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptionError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -59,6 +66,25 @@ def check_settings(settings: Settings) -> None:
         raise OptionError(f"scaler must be a GradScaler, not {type(settings.scaler).__name__}")
     if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
         raise InputError("no parameter of the optimizer requires grad; there is nothing to train")
+
+
+def refuse_shared_memory(model: nn.Module) -> None:
+    """InputError for parameters of which each would be written over the other."""
+    known: dict[int, list[tuple[int, int, str, bool]]] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.layout is not torch.strided or tensor.numel() == 0:
+            continue
+        begin = tensor.data_ptr()
+        reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        end = begin + reach * tensor.element_size()
+        others = known.setdefault(tensor.untyped_storage()._cdata, [])
+        for first, last, other, is_trained in others:
+            if begin < last and first < end and (is_trained or tensor.requires_grad):
+                raise InputError(
+                    f"{other!r} and {name!r} are different tensors in the same memory; to tie them, "
+                    "let both modules have the same Parameter object"
+                )
+        others.append((begin, end, name, tensor.requires_grad))
 
 
 def any_hooks(parameters: Sequence[nn.Parameter]) -> bool:

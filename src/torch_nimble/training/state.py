@@ -245,6 +245,11 @@ class StepState:
         self._note_counts()
         return True
 
+    def forget_counts(self) -> None:
+        """Somebody has counted who was stopped on the way: the caller's optimizer knows the counts."""
+        self._seen.clear()
+        self._standing = None
+
     def _step_known(self, member: Member) -> Any:
         return (self._optimizer.state.get(member.parameter) or {}).get(_STEP)
 

@@ -27,7 +27,13 @@ from torch_nimble.training.adapter import (
 from torch_nimble.training.parallel import Processes
 from torch_nimble.training.rules import rule_of
 from torch_nimble.training.scaling import Scaling
-from torch_nimble.training.settings import Settings, any_hooks, check_settings, refuse_hooks
+from torch_nimble.training.settings import (
+    Settings,
+    any_hooks,
+    check_settings,
+    refuse_hooks,
+    refuse_shared_memory,
+)
 from torch_nimble.training.state import CountsApartError, StepState
 from torch_nimble.tree import Node, flatten_inputs, unflatten_inputs
 from torch_nimble.weights import ModuleWatch
@@ -121,7 +127,11 @@ class TrainingStep(Planned):
             return self._eager(structure, tensors)
         adapter = self._adapters[prepared.signature]
         self._refuse_other_parts(adapter.updated)
-        result = prepared.run(tensors)
+        try:
+            result = prepared.run(tensors)
+        except BaseException:
+            self._step.state.forget_counts()
+            raise
         if adapter.updates:
             self._refuse_infinite()
             if self._step.rule is None:
@@ -148,6 +158,9 @@ class TrainingStep(Planned):
         before = [parameter.grad for parameter in parameters]
         try:
             self._step.state.publish(updated)
+            for parameter in parameters:  # an optimizer may keep them, and ours are written again
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.clone()
             if not self._skipped():
                 self.optimizer.step()
         finally:
@@ -162,6 +175,7 @@ class TrainingStep(Planned):
 
     def _refuse_infinite(self) -> None:
         if self._step.checks_finite and self._skipped():
+            self._batches = 0  # its step is over
             raise FloatingPointError(
                 "gradients of this step are not finite; weights and the optimizer's state are as they "
                 "were before it"
@@ -322,9 +336,13 @@ class TrainingStep(Planned):
         """
         self._left = None
         refuse_hooks(self.model)
+        refuse_shared_memory(self.model)
+        is_same = self._modules_watch.unchanged() and self._callee.reaches_the_same()
+        if not is_same:
+            remedy = "Pass what changes from step to step with the batch, as a tensor"
+            self._count_change(self._modules_watch.what_changed(), remedy)
         if not (
-            self._modules_watch.unchanged()
-            and self._callee.reaches_the_same()
+            is_same
             and rule_of(self.optimizer)[0] is self._step.rule
             and self._step.state.shape() == self._shape
             and self._step.state.follow()
