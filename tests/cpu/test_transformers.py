@@ -129,4 +129,6 @@ def test_training_with_a_mask(transformers: Any, name: str) -> None:
         mask = torch.ones(2, 7, dtype=torch.long)
         mask[1, 3 + seed :] = 0
         twins.train([(torch.randint(50, (2, 7), generator=generator), mask)])
-    twins.check()
+    for ours, theirs in zip(model.parameters(), twins.eager_model.parameters(), strict=True):
+        # Gradients of the biases of keys are nothing but rounding.
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
