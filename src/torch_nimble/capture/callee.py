@@ -209,8 +209,9 @@ def _reachable(target: Any, seen: frozenset[int] = frozenset()) -> Iterator[tupl
         target = target.__func__
     if not inspect.isfunction(target):
         yield from _held_by("model", target, seen)
-        yield from _attributes_used(target, inspect.getattr_static(type(target), "__call__", None))
-        target = inspect.getattr_static(type(target), "__call__", None)
+        called = inspect.getattr_static(type(target), "__call__", None)
+        yield from _attributes_used(target, called)
+        target = called
     while inspect.isfunction(target):
         yield from _used_by(target, seen)
         seen |= {id(target)}
@@ -240,20 +241,28 @@ def _attributes_used(owner: Any, function: Any) -> Iterator[tuple[str, Any]]:
     """What a method, and others of its object that it calls, read there; modules' are watched anyway."""
     if isinstance(owner, nn.Module | type) or not inspect.isfunction(function):
         return
+    kind: type[object] = type(owner)
+    tables = [getattr(owner, "__dict__", {}), *map(vars, kind.__mro__)]
+    for name in _attributes_read(kind, function):
+        value = next((table[name] for table in tables if name in table), None)
+        if isinstance(value, types.MemberDescriptorType):  # of an object with slots
+            value = getattr(owner, name, None)
+        if not isinstance(value, _CODE):
+            yield f"self.{name}", value
+
+
+@functools.lru_cache
+def _attributes_read(kind: type[object], function: types.FunctionType) -> tuple[str, ...]:
+    """Names of attributes that a method reads, or a method or property of its class that it uses."""
     names, left = dict[str, None](), [function]
     while left:
         for name in _names_read(left.pop().__code__):
             if name not in names:
                 names[name] = None
-                member = inspect.getattr_static(type(owner), name, None)
+                member = inspect.getattr_static(kind, name, None)
                 member = member.fget if isinstance(member, property) else member
                 left += [inspect.unwrap(member)] if inspect.isfunction(member) else []
-    for name in names:
-        value = inspect.getattr_static(owner, name, None)
-        if isinstance(value, types.MemberDescriptorType):  # of an object with slots
-            value = getattr(owner, name, None)
-        if not isinstance(value, _CODE):
-            yield f"self.{name}", value
+    return tuple(names)
 
 
 def _names_read(code: types.CodeType) -> dict[str, None]:
@@ -331,6 +340,7 @@ class Numbers:
                     holder.cell_contents = old
 
 
+@functools.lru_cache
 def _names_in(code: types.CodeType) -> dict[str, None]:
     """Names that a function's code uses, that of functions and comprehensions inside it included."""
     names = dict.fromkeys(code.co_names)
