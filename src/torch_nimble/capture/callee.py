@@ -241,9 +241,8 @@ def _attributes_used(owner: Any, function: Any) -> Iterator[tuple[str, Any]]:
     """What a method, and others of its object that it calls, read there; modules' are watched anyway."""
     if isinstance(owner, nn.Module | type) or not inspect.isfunction(function):
         return
-    kind: type[object] = type(owner)
-    tables = [getattr(owner, "__dict__", {}), *map(vars, kind.__mro__)]
-    for name in _attributes_read(kind, function):
+    tables = [getattr(owner, "__dict__", {}), *map(vars, type(owner).__mro__)]
+    for name in _attributes_read(type(owner), function):  # type: ignore[arg-type]
         value = next((table[name] for table in tables if name in table), None)
         if isinstance(value, types.MemberDescriptorType):  # of an object with slots
             value = getattr(owner, name, None)
@@ -252,7 +251,7 @@ def _attributes_used(owner: Any, function: Any) -> Iterator[tuple[str, Any]]:
 
 
 @functools.lru_cache
-def _attributes_read(kind: type[object], function: types.FunctionType) -> tuple[str, ...]:
+def _attributes_read(kind: type, function: types.FunctionType) -> tuple[str, ...]:
     """Names of attributes that a method reads, or a method or property of its class that it uses."""
     names, left = dict[str, None](), [function]
     while left:
