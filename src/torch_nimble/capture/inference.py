@@ -23,7 +23,7 @@ from torch import fx, nn
 from torch.export.graph_signature import InputKind, OutputKind
 
 from torch_nimble.capture.callee import Callee
-from torch_nimble.capture.failure import explain_failure, refuse_dynamic
+from torch_nimble.capture.failure import explain_failure, origin, refuse_dynamic
 from torch_nimble.capture.isolation import (
     Assigned,
     Assignments,
@@ -108,7 +108,9 @@ def capture(adapter: Adapter, tensors: Sequence[torch.Tensor], *, functional: bo
             attributes_kept(callee.modules.values(), callee.values),
         ):
             program = torch.export.export(adapter, tuple(tensors), strict=False)
+            _drop_nothing(program.graph)
             if functional or not _writes_only_its_own(program.graph):
+                _refuse_hidden_views(callee, program.graph)
                 program = program.run_decompositions({})
     except CaptureError:
         raise
@@ -131,9 +133,10 @@ _MAY_WRITE = getattr(torch.Tag, "maybe_aliasing_or_mutating", None)
 _WRITE_UNSEEN = frozenset(
     [_aten.batch_norm.default, _aten.instance_norm.default, _aten.native_batch_norm.default]
 )
-# They may return their argument, and their schemas do not say so.
-_MAY_BE_VIEWS = frozenset(
+MAY_BE_VIEWS = frozenset(
     [
+        _aten.einsum.default,
+        _aten.sum_to_size.default,
         _aten.alpha_dropout.default,
         _aten.atleast_1d.default,
         _aten.atleast_2d.default,
@@ -146,6 +149,111 @@ _MAY_BE_VIEWS = frozenset(
         _aten.type_as.default,
     ]
 )
+"""They may return their argument, and their schemas do not say so."""
+_DROPOUTS = frozenset(
+    [
+        _aten.alpha_dropout.default,
+        _aten.alpha_dropout_.default,
+        _aten.dropout.default,
+        _aten.dropout_.default,
+        _aten.feature_alpha_dropout.default,
+        _aten.feature_alpha_dropout_.default,
+        _aten.feature_dropout.default,
+        _aten.feature_dropout_.default,
+    ]
+)
+
+
+def _drop_nothing(graph: fx.Graph) -> None:
+    """Remove dropout that returns its argument: a graph made functional would take it for a copy.
+
+    And in place it would look as if it wrote. An input that is a result stays one of the graph's own.
+    """
+    output = graph.output_node()
+    for node in list(graph.nodes):
+        if node.target in _DROPOUTS and (not node.args[2] or node.args[1] == 0):
+            source = node.args[0]
+            if source.op != "placeholder" or output not in node.users:
+                node.replace_all_uses_with(source)
+                graph.erase_node(node)
+
+
+def _refuse_hidden_views(callee: Callee, graph: fx.Graph) -> None:
+    """CaptureError if something is written, and read by another name that may be a view of it.
+
+    To make a graph functional goes by schemas, and some operators' do not say that they return views.
+    """
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    known, every = _Aliases(graph, hidden=False), _Aliases(graph, hidden=True)
+    for node, place in position.items():
+        for written in _written_by(node):
+            hidden = [n for n in every.of(written) if known.root(n) is not known.root(written)]
+            for other in hidden:
+                if other.op == "placeholder" or any(position[u] > place for u in other.users):
+                    line = origin(node) or callee.location
+                    raise CaptureError(
+                        f"cannot capture {callee.name}: at {line}: {node.target} writes a tensor that "
+                        "may be the same as another that is read afterwards, by way of "
+                        f"{_named(hidden)}, which does not say so. Write to a clone()"
+                    )
+
+
+def _named(nodes: Sequence[fx.Node]) -> str:
+    return ", ".join(sorted({str(n.target) for n in nodes if n.target in MAY_BE_VIEWS})) or "a view"
+
+
+def _written_by(node: fx.Node) -> list[fx.Node]:
+    """What an operator writes, by its schema."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    given = [
+        node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+        for i, argument in enumerate(schema.arguments)
+        if argument.is_write
+    ]
+    every = (item for value in given for item in (value if isinstance(value, list | tuple) else [value]))
+    return [item for item in every if isinstance(item, fx.Node)]
+
+
+def _may_return(node: fx.Node) -> list[fx.Node]:
+    """What an operator that may return a view may return a view of."""
+    given = node.all_input_nodes
+    if node.target is _aten.einsum.default:
+        return given if len(given) == 1 else []
+    return given if isinstance(node.args[0], list | tuple) else given[:1]
+
+
+class _Aliases:
+    """Values that may be the same memory, by schemas, or by what schemas hide as well."""
+
+    def __init__(self, graph: fx.Graph, *, hidden: bool) -> None:
+        self._above: dict[fx.Node, fx.Node] = {}
+        for node in graph.nodes:
+            schema = getattr(node.target, "_schema", None)
+            returns = schema.returns if schema is not None else ()
+            if node.target is operator.getitem or any(result.alias_info for result in returns):
+                self._join(node, node.all_input_nodes[:1])
+            elif hidden and node.target in MAY_BE_VIEWS:
+                self._join(node, _may_return(node))
+        self._members: dict[fx.Node, list[fx.Node]] = {}
+        for node in graph.nodes:
+            self._members.setdefault(self.root(node), []).append(node)
+
+    def _join(self, node: fx.Node, others: Sequence[fx.Node]) -> None:
+        for other in others:
+            if self.root(node) is not self.root(other):
+                self._above[self.root(node)] = self.root(other)
+
+    def root(self, node: fx.Node) -> fx.Node:
+        """One value that stands for all of the same memory."""
+        while node in self._above:
+            node = self._above[node]
+        return node
+
+    def of(self, node: fx.Node) -> list[fx.Node]:
+        """All that may be the same memory."""
+        return self._members[self.root(node)]
 
 
 def _writes_only_its_own(graph: fx.Graph) -> bool:
@@ -172,7 +280,7 @@ def _writes_only_its_own(graph: fx.Graph) -> bool:
             return False
         # What may be a view of its first argument is of the graph's own making only if that is.
         is_fresh = all(result.alias_info is None for result in schema.returns)
-        made_here[node] = base or (is_fresh and node.target not in _MAY_BE_VIEWS)
+        made_here[node] = base or (is_fresh and node.target not in MAY_BE_VIEWS)
     return True
 
 

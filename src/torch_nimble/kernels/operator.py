@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torch_nimble.flags import convolutions_may_use_tf32, matmul_may_use_tf32
-from torch_nimble.kernels.sites import OF_ROWS, Kind, Site, Way, Window
+from torch_nimble.kernels.sites import MOST_NUMBERS, OF_ROWS, Kind, Site, Way, Window
 
 if TYPE_CHECKING:
     from torch_nimble.kernels.parts import Launch
@@ -28,8 +28,6 @@ _SCHEMA = (
 )
 _LINEAR = ("linear", "rows")
 """Families that read a weight as linear layers have it."""
-MOST_NUMBERS = 2**31
-"""How far kernels can count."""
 _EARLY_FROM = 90
 """The first compute capability at which kernels can wait for others by themselves."""
 _PDL = {"launch_pdl": True}

@@ -43,6 +43,8 @@ _PRECISIONS = ("", "tf32", "tf32x3", "ieee")
 _BY_MATRIX_UNIT = ("convolution", "gathered", "linear", "product")
 _FAST, _FAST_OF_ROWS = 2, 3
 """How many configs are tried in a hurry: where it is known well which of them win, fewer."""
+MOST_NUMBERS = 2**31
+"""Kernels count in 32 bits."""
 _FEW_PIXELS = 4
 _MANY_TILES = 1024
 """With more the processors of a large GPU have several rounds of work, and larger ones pay."""
@@ -317,7 +319,13 @@ def _dense(site: Site) -> Iterator[str]:
     ]
     family = site.kind if site.kind in OF_ROWS else "convolution"
     whole = [(*numbers, 1) for numbers in (*first, *rest)]
-    cuts = [parts for parts in (4, 8) if taps * site.image[1] >= 256 * parts and pixels <= 28 * 28]
+    cuts = [
+        parts
+        for parts in (4, 8)
+        if taps * site.image[1] >= 256 * parts
+        and pixels <= 28 * 28
+        and parts * pixels * site.made < MOST_NUMBERS
+    ]
     cut = [
         (*numbers, parts) for parts in cuts for numbers in ((64, 64, 64), (32, 64, 64), (16, 64, 128))
     ]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from torch import fx
 
 from torch_nimble.lower.passes.fold import fold_batch_norm
-from torch_nimble.lower.passes.guard import drop_checks, drop_dropout, protect_results
+from torch_nimble.lower.passes.guard import drop_checks, protect_results
 from torch_nimble.lower.passes.layout import lay_out_weights, use_channels_last
 from torch_nimble.lower.passes.merge import merge_equal
 from torch_nimble.lower.passes.pack import pack_convolutions
@@ -35,7 +35,6 @@ PASSES: dict[Layout, tuple[Pass, ...]] = {
 FUSED_PASSES: dict[Layout, tuple[Pass, ...]] = {
     "as captured": (
         drop_checks,
-        drop_dropout,
         fold_batch_norm,
         split_gradients,
         merge_equal,
@@ -43,7 +42,6 @@ FUSED_PASSES: dict[Layout, tuple[Pass, ...]] = {
     ),
     "channels-last": (
         drop_checks,
-        drop_dropout,
         fold_batch_norm,
         split_gradients,
         merge_equal,

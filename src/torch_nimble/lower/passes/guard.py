@@ -18,20 +18,6 @@ def drop_checks(graph: fx.Graph, constants: frozenset[str]) -> int:
     return dropped
 
 
-def drop_dropout(graph: fx.Graph, constants: frozenset[str]) -> int:
-    """Remove dropout that drops nothing: in place, it would look as if it wrote."""
-    dropped = 0
-    for node in list(graph.nodes):
-        if node.target not in (_aten.dropout.default, _aten.dropout_.default) or node.args[2]:
-            continue
-        source = node.args[0]
-        if isinstance(source, fx.Node) and source.op == "call_function":
-            node.replace_all_uses_with(source)
-            graph.erase_node(node)
-            dropped += 1
-    return dropped
-
-
 def protect_results(graph: fx.Graph, constants: frozenset[str]) -> int:
     """Clone what is written back or returned if it may be a view of memory that is written back.
 

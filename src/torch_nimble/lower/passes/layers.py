@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torch_nimble.kernels.operator import MOST_NUMBERS
-from torch_nimble.kernels.sites import BEFORE, DTYPES, Site, Window
+from torch_nimble.kernels.sites import BEFORE, DTYPES, MOST_NUMBERS, Site, Window
 from torch_nimble.lower.passes.layout import keeps_layouts
 from torch_nimble.lower.passes.unfold import is_folded
 

@@ -13,16 +13,43 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from torch_nimble.capture.inference import MAY_BE_VIEWS
 from torch_nimble.kernels.operator import pitch_of
-from torch_nimble.lower.passes.guard import is_write_back
+from torch_nimble.lower.passes.guard import is_write_back, writes
 
 _aten = torch.ops.aten
 CONVOLUTIONS = frozenset(
     [_aten.conv2d.default, _aten.conv2d.padding, _aten.conv_transpose2d.input, _aten.convolution.default]
 )
 # What they return depends on how memory is laid out.
-_LAYOUT_READERS = frozenset([_aten.as_strided.default, _aten.view.dtype, _aten.view_as_complex.default])
+_LAYOUT_READERS = frozenset(
+    [
+        _aten.as_strided.default,
+        _aten.as_strided_.default,
+        _aten.as_strided_copy.default,
+        _aten.as_strided_scatter.default,
+        _aten.resize_.default,
+        _aten.view.dtype,
+        _aten.view_as_complex.default,
+    ]
+)
+# Whether they return views or copies depends on it.
+_MAY_COPY = frozenset(
+    f"aten::{name}"
+    for name in (
+        "_unsafe_view",
+        "contiguous",
+        "flatten",
+        "ravel",
+        "reshape",
+        "reshape_as",
+        "to",
+        "view",
+        "view_as",
+    )
+)
 _VIEWS = frozenset([_aten.view.default, _aten._unsafe_view.default])
+_KNOWN = ("aten", "prims", "mkldnn", "torch_nimble")
 
 
 def readable(x: torch.Tensor) -> torch.Tensor:
@@ -32,7 +59,7 @@ def readable(x: torch.Tensor) -> torch.Tensor:
 
 def use_channels_last(graph: fx.Graph, constants: frozenset[str]) -> int:
     """Lay out every convolution with constant weights as channels-last; how many there are."""
-    if any(node.target in _LAYOUT_READERS for node in graph.nodes):
+    if reads_layouts(graph):
         return 0
     changed = 0
     for node in list(graph.nodes):
@@ -48,6 +75,7 @@ def use_channels_last(graph: fx.Graph, constants: frozenset[str]) -> int:
             changed += 1
     if changed:
         _free_views(graph)
+        _restore_arguments(graph)
         _restore_results(graph)
     return changed
 
@@ -70,12 +98,66 @@ def lay_out_weights(graph: fx.Graph, constants: frozenset[str]) -> int:
             changed += 1
     if changed:
         _free_views(graph)
+        _restore_arguments(graph)
     return changed
 
 
+def reads_layouts(graph: fx.Graph) -> bool:
+    """Whether operators give other results where memory lies in another way."""
+    return any(
+        node.target in _LAYOUT_READERS or (_is_foreign(node) and writes(node)) for node in graph.nodes
+    )
+
+
 def keeps_layouts(graph: fx.Graph) -> bool:
-    """Whether something depends on how results lie: a view that is written, or what reads memory."""
-    return any(node.target in _LAYOUT_READERS or _writes_through_a_view(node) for node in graph.nodes)
+    """Whether something depends on how results lie: a view that is written, or what reads memory.
+
+    So does what is written while something stands for it that is a view in one layout, and a copy in
+    another.
+    """
+    if reads_layouts(graph) or any(map(_writes_through_a_view, graph.nodes)):
+        return True
+    alone: set[fx.Node] = set()
+    is_seen = any(_is_seen_written(node, alone) for node in graph.nodes)
+    return is_seen and any(map(_may_copy, graph.nodes))
+
+
+def _may_copy(node: fx.Node) -> bool:
+    name = getattr(getattr(node.target, "_schema", None), "name", "")
+    return name in _MAY_COPY or node.target in MAY_BE_VIEWS
+
+
+def _is_seen_written(node: fx.Node, alone: set[fx.Node]) -> bool:
+    """Whether an operator writes what somebody else may have; if not, what it returns is `alone`."""
+    if not writes(node) or is_write_back(node):
+        return False
+    written = node.args[0] if node.args else None
+    if isinstance(written, fx.Node) and list(written.users) == [node]:
+        returns = getattr(getattr(written.target, "_schema", None), "returns", ())
+        is_fresh = bool(returns) and not any(result.alias_info for result in returns)
+        if written in alone or (is_fresh and not _may_copy(written)):
+            alone.add(node)
+            return False
+    return True
+
+
+def _is_foreign(node: fx.Node) -> bool:
+    """Whether it is an operator of somebody's own, which may read memory as it lies."""
+    return getattr(node.target, "namespace", "aten") not in _KNOWN
+
+
+def _restore_arguments(graph: fx.Graph) -> None:
+    """Let operators that are not torch's have images with the strides that eager gives them."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and _is_foreign(node):
+            for value in node.all_input_nodes:
+                known = value.meta.get("val")
+                if isinstance(known, torch.Tensor) and 0 not in known.stride():
+                    with graph.inserting_before(node):
+                        strides = tuple(known.stride())
+                        laid_out = graph.call_function(with_strides, (value, strides))
+                        laid_out.meta = dict(value.meta)
+                    node.replace_input_with(value, laid_out)
 
 
 def _writes_through_a_view(node: fx.Node) -> bool:
@@ -84,6 +166,8 @@ def _writes_through_a_view(node: fx.Node) -> bool:
     if schema is None or not schema.is_mutable or is_write_back(node):
         return False
     target = node.args[0] if node.args else None
+    if getattr(target, "target", None) in MAY_BE_VIEWS:
+        return True
     made_by = getattr(getattr(target, "target", None), "_schema", None)
     in_place = made_by is not None and made_by.is_mutable
     return made_by is None or (not in_place and any(r.alias_info for r in made_by.returns))

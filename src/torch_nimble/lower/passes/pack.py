@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from torch import fx
 
+from torch_nimble.lower.passes.layout import contiguous, reads_layouts
+
 _aten = torch.ops.aten
 _DEFAULTS: tuple[Any, ...] = (None, None, None, [1, 1], [0, 0], [1, 1], 1)
 
 
 def pack_convolutions(graph: fx.Graph, constants: frozenset[str]) -> int:
     """Replace float32 convolutions with constant weights on the CPU by packed ones; how many."""
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if not torch.backends.mkldnn.is_available() or reads_layouts(graph):  # type: ignore[no-untyped-call]
         return 0
     packed = 0
     for node in list(graph.nodes):
@@ -58,6 +60,8 @@ def _pack(graph: fx.Graph, node: fx.Node) -> None:
     relu = _only_user(node)
     with graph.inserting_before(node):
         packed = graph.call_function(packed_weight, (weight, padding, stride, dilation, groups, shape))
+        if bias is not None:  # whose strides oneDNN does not look at
+            bias = graph.call_function(contiguous, (bias,))
         made = graph.call_function(
             torch.ops.mkldnn._convolution_pointwise.default,
             (image, packed, bias, padding, stride, dilation, groups, "relu" if relu else "none", [], ""),
