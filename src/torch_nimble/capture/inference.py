@@ -184,22 +184,30 @@ def _refuse_hidden_views(callee: Callee, graph: fx.Graph) -> None:
     To make a graph functional goes by schemas, and some operators' do not say that they return views.
     """
     position = {node: i for i, node in enumerate(graph.nodes)}
-    known, every = _Aliases(graph, hidden=False), _Aliases(graph, hidden=True)
+    known, same = _Aliases(graph), dict[Any, list[fx.Node]]()
+    for node in graph.nodes:
+        same.setdefault(_memory_of(node), []).append(node)
     for node, place in position.items():
         for written in _written_by(node):
-            hidden = [n for n in every.of(written) if known.root(n) is not known.root(written)]
-            for other in hidden:
+            aliases = same[_memory_of(written)]
+            hidden = [n for n in aliases if known.root(n) is not known.root(written)]
+            by = sorted({str(n.target) for n in aliases if n.target in MAY_BE_VIEWS})
+            for other in hidden if by else ():
                 if other.op == "placeholder" or any(position[u] > place for u in other.users):
                     line = origin(node) or callee.location
                     raise CaptureError(
                         f"cannot capture {callee.name}: at {line}: {node.target} writes a tensor that "
                         "may be the same as another that is read afterwards, by way of "
-                        f"{_named(hidden)}, which does not say so. Write to a clone()"
+                        f"{', '.join(by)}, which does not say so. Write to a clone()"
                     )
 
 
-def _named(nodes: Sequence[fx.Node]) -> str:
-    return ", ".join(sorted({str(n.target) for n in nodes if n.target in MAY_BE_VIEWS})) or "a view"
+def _memory_of(node: fx.Node) -> Any:
+    """Equal for values of the same memory, as they were traced."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        return value.untyped_storage()._cdata
+    return node
 
 
 def _written_by(node: fx.Node) -> list[fx.Node]:
@@ -216,44 +224,24 @@ def _written_by(node: fx.Node) -> list[fx.Node]:
     return [item for item in every if isinstance(item, fx.Node)]
 
 
-def _may_return(node: fx.Node) -> list[fx.Node]:
-    """What an operator that may return a view may return a view of."""
-    given = node.all_input_nodes
-    if node.target is _aten.einsum.default:
-        return given if len(given) == 1 else []
-    return given if isinstance(node.args[0], list | tuple) else given[:1]
-
-
 class _Aliases:
-    """Values that may be the same memory, by schemas, or by what schemas hide as well."""
+    """Values that may be the same memory by what schemas say."""
 
-    def __init__(self, graph: fx.Graph, *, hidden: bool) -> None:
+    def __init__(self, graph: fx.Graph) -> None:
         self._above: dict[fx.Node, fx.Node] = {}
         for node in graph.nodes:
             schema = getattr(node.target, "_schema", None)
             returns = schema.returns if schema is not None else ()
             if node.target is operator.getitem or any(result.alias_info for result in returns):
-                self._join(node, node.all_input_nodes[:1])
-            elif hidden and node.target in MAY_BE_VIEWS:
-                self._join(node, _may_return(node))
-        self._members: dict[fx.Node, list[fx.Node]] = {}
-        for node in graph.nodes:
-            self._members.setdefault(self.root(node), []).append(node)
-
-    def _join(self, node: fx.Node, others: Sequence[fx.Node]) -> None:
-        for other in others:
-            if self.root(node) is not self.root(other):
-                self._above[self.root(node)] = self.root(other)
+                for other in node.all_input_nodes[:1]:
+                    if self.root(node) is not self.root(other):
+                        self._above[self.root(node)] = self.root(other)
 
     def root(self, node: fx.Node) -> fx.Node:
         """One value that stands for all of the same memory."""
         while node in self._above:
             node = self._above[node]
         return node
-
-    def of(self, node: fx.Node) -> list[fx.Node]:
-        """All that may be the same memory."""
-        return self._members[self.root(node)]
 
 
 def _writes_only_its_own(graph: fx.Graph) -> bool:
