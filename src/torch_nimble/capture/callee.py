@@ -85,7 +85,8 @@ class Callee:
     @property
     def bound_tensors(self) -> list[torch.Tensor]:
         """Tensors that calls may reach, other than those of modules that are compiled with it."""
-        return [value for value in [*self.values, *self._contents.items()] if _is_tensor(value)]
+        held = [*self.values, *self._contents.items()]
+        return [value for value in held if isinstance(value, torch.Tensor)]
 
     @contextlib.contextmanager
     def numbers_kept(self) -> Iterator[Numbers]:
@@ -128,10 +129,6 @@ class Callee:
                 f"{self.name} is called with the wrong arguments: {reason} "
                 f"(given: {', '.join(given)}; it takes {self.name}{signature})"
             ) from None
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 def refuse_compiled(target: Any) -> None:

@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import numpy
@@ -258,15 +259,20 @@ class ParametersKnown(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         named = kwargs or {}
-        for value in (*args, *named.values()):
-            for item in value if isinstance(value, list | tuple) else (value,):
-                if isinstance(item, nn.Parameter) and id(item) not in self._known:
-                    raise CaptureError(
-                        f"{self._callee.name} ({self._callee.location}) uses a parameter of shape "
-                        f"{tuple(item.shape)} whose module could not be found from the function; "
-                        "compile a method of that module, or a function that names the module directly"
-                    )
+        for item in _items_of((*args, *named.values())):
+            if isinstance(item, nn.Parameter) and id(item) not in self._known:
+                raise CaptureError(
+                    f"{self._callee.name} ({self._callee.location}) uses a parameter of shape "
+                    f"{tuple(item.shape)} whose module could not be found from the function; "
+                    "compile a method of that module, or a function that names the module directly"
+                )
         return func(*args, **named)
+
+
+def _items_of(values: Iterable[Any]) -> Iterator[Any]:
+    """What a function is given, that in lists one by one."""
+    for value in values:
+        yield from value if isinstance(value, list | tuple) else (value,)
 
 
 class _Unwritten(TorchFunctionMode):
@@ -293,10 +299,9 @@ class _Unwritten(TorchFunctionMode):
             written += args[:1]
         if name in ("embedding", "embedding_bag") and (*args[3:4], named.get("max_norm"))[0] is not None:
             written += args[1:2]  # rows that are too long are made shorter
-        for value in written:
-            for item in value if isinstance(value, list | tuple) else (value,):
-                if isinstance(item, torch.Tensor):
-                    self.look_at(item, name)
+        for item in _items_of(written):
+            if isinstance(item, torch.Tensor):
+                self.look_at(item, name)
         return func(*args, **named)
 
 
@@ -344,10 +349,9 @@ class Others(_Unwritten):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        for value in (*args, *(kwargs or {}).values()):
-            for item in value if isinstance(value, list | tuple) else (value,):
-                if _has_values(item) and id(item) not in self._known and not _in_a_module():
-                    raise UnseenError(f"{getattr(func, '__name__', func)} reads an unknown tensor")
+        for item in _items_of((*args, *(kwargs or {}).values())):
+            if _has_values(item) and id(item) not in self._known and not _in_a_module():
+                raise UnseenError(f"{getattr(func, '__name__', func)} reads an unknown tensor")
         return super().__torch_function__(func, types, args, kwargs)
 
 
@@ -357,11 +361,11 @@ def _has_values(item: Any) -> bool:
 
 def _in_a_module() -> bool:
     """Whether the code that is running was called by a module."""
-    frame = sys._getframe()
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code is _CALLS_FORWARD:
             return True
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False
 
 

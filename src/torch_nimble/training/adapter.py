@@ -9,7 +9,6 @@ by the first, added to by those that follow, and used by the last.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from torch_nimble.capture import MODEL_LOCK, AutocastState, Callee, Captured, Source, StandIn
+from torch_nimble.capture import MODEL_LOCK, AutocastState, Callee, Captured, StandIn
 from torch_nimble.capture.failure import explain_failure
 from torch_nimble.capture.isolation import (
     Assigned,
@@ -36,6 +35,7 @@ from torch_nimble.capture.traced import (
 )
 from torch_nimble.errors import CaptureError, InputError
 from torch_nimble.lower.observe import draws_random
+from torch_nimble.training.callee import StepCallee
 from torch_nimble.training.rules import Rule
 from torch_nimble.training.scaling import Scaling
 from torch_nimble.training.state import CountsApartError, StepState
@@ -98,57 +98,6 @@ class Step:
         if self.accumulate > 1:
             loss = loss / self.accumulate
         return loss if scale is None else loss * scale
-
-
-class StepCallee(Callee):
-    """The loss function, called with the model first."""
-
-    def __init__(self, loss_fn: LossFunction, model: nn.Module) -> None:
-        super().__init__(functools.partial(loss_fn, model))
-        others = {name: module for name, module in self.modules.items() if module is not model}
-        self._roots = {"model": model} | others
-        self.modules = {"model": model}
-        self.name = f"the training step of {type(model).__name__}"
-        self._loss_fn = Callee(loss_fn)
-
-    @property
-    def location(self) -> str:
-        """File and line of the loss function."""
-        return self._loss_fn.location
-
-    @property
-    def bound_tensors(self) -> list[torch.Tensor]:
-        """Buffers of other networks, too, such as the statistics of their batch norms."""
-        others = [module for module in self._roots.values() if module is not self._roots["model"]]
-        return [*super().bound_tensors, *(buffer for module in others for buffer in module.buffers())]
-
-    def tensors_beside(self, state: Sequence[torch.Tensor]) -> dict[int, Source]:
-        """Where tensors of modules live that a step may read beside its state, by their ids."""
-        found: dict[int, Source] = {}
-        known = set(map(id, state))
-        for name, root in self._roots.items():
-            for path, module in root.named_modules(prefix=name):
-                for table in (module._parameters, module._buffers, vars(module)):
-                    for key, value in table.items():
-                        if isinstance(value, torch.Tensor) and id(value) not in known:
-                            place = f"{path}.{key}"
-                            found.setdefault(id(value), Source(table, key, place, f"beside.{place}"))
-        return found
-
-    def trained_elsewhere(self, own: Collection[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Tensors that require grad and are not the model's, by a name for people."""
-        known = set(map(id, own))
-        parameters = [
-            (f"{name}.{path}", parameter)
-            for name, root in self._roots.items()
-            for path, parameter in root.named_parameters()
-        ]
-        bound = [(name, value) for name, value in self.reached if isinstance(value, torch.Tensor)]
-        return {
-            name: tensor
-            for name, tensor in (*parameters, *bound)
-            if tensor.requires_grad and id(tensor) not in known
-        }
 
 
 class StepAdapter:

@@ -21,9 +21,9 @@ from torch_nimble.training.adapter import (
     Phase,
     Step,
     StepAdapter,
-    StepCallee,
     finish,
 )
+from torch_nimble.training.callee import StepCallee
 from torch_nimble.training.parallel import Processes
 from torch_nimble.training.rules import rule_of
 from torch_nimble.training.scaling import Scaling

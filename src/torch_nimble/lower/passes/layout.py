@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from torch_nimble.capture.inference import MAY_BE_VIEWS
+from torch_nimble.capture.aliases import MAY_BE_VIEWS
 from torch_nimble.kernels.operator import pitch_of
 from torch_nimble.lower.passes.guard import is_write_back, writes
 
