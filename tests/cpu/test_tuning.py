@@ -176,7 +176,7 @@ def test_a_folder_that_cannot_be_written_is_no_harm(tmp_path: Path) -> None:
 
 # -------------------------------------------------------------------- tuning
 
-Tried = list[tuple[Effort, list[Site]]]
+Tried = list[tuple[str, list[Site]]]
 
 
 @pytest.fixture
@@ -184,8 +184,10 @@ def tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Tried:
     """A folder of its own, and a list of what was tried; a stand-in finds what its name says."""
     asked: Tried = []
 
-    def try_all(sites: Collection[Site], device: torch.device, effort: Effort) -> list[Tuned]:
-        asked.append((effort, list(sites)))
+    def try_all(
+        sites: Collection[Site], device: torch.device, effort: Effort, swept: int
+    ) -> list[Tuned]:
+        asked.append((f"{effort} {swept}" if swept else effort, list(sites)))
         return [tuned(one, f"vector/{one.made}/{len(asked)}/4") for one in sites]
 
     monkeypatch.setattr(tuning, "_try_all", try_all)
@@ -221,6 +223,20 @@ def test_more_effort_tries_again_and_less_takes_what_it_found(tried: Tried) -> N
     assert tuning.tune([a, b], CPU, "fast") == {str(a): full[str(a)], str(b): fast[str(b)]}
     assert tuning.tune([a], CPU, "full") == full
     assert len(tried) == 2
+
+
+def test_what_is_best_from_memory_is_found_out_by_itself(tried: Tried) -> None:
+    a, b = site(8), site(9)
+    cached = tuning.tune([a], CPU, "fast")
+    from_memory = tuning.tune([a, b], CPU, "fast", swept=100)
+    assert tried == [("fast", [a]), ("fast 100", [a, b])]
+    assert from_memory[str(a)] != cached[str(a)]
+    assert tuning.tune([a], CPU, "fast") == cached
+    assert tuning.tune([a, b], CPU, "fast", swept=100) == from_memory
+    full = tuning.tune([a], CPU, "full", swept=100)
+    assert tuning.tune([a], CPU, "fast", swept=100) == full
+    assert tuning.tune([a], CPU, "fast") == cached
+    assert len(tried) == 3
 
 
 def test_without_a_place_on_disk_everything_is_tried_each_time(
@@ -380,6 +396,20 @@ def test_a_candidate_is_given_all_there_is(one: Site) -> None:
     assert not any(torch.equal(firsts[0], other) for other in firsts[1:])
 
 
+def test_a_weight_from_memory_is_used_again_after_as_many_bytes() -> None:
+    one = Site((7, 64, 1, 1), 16, Window((1, 1)), "float32", "linear", has_bias=True, adds=True)
+    weighs = 64 * 16 * 4
+    cached = examples.Example(one, CPU)
+    for swept, at_most, sets in ((5 * weighs, 12, 6), (5 * weighs - 1, 12, 6), (5 * weighs, 4, 4)):
+        example = examples.Example(one, CPU, swept, at_most)
+        assert example.sets == len(example.tensors) == sets
+        weights = {weight.data_ptr() for _, weight, _, _ in example.tensors}
+        images = {image.data_ptr() for image, *_ in example.tensors}
+        assert (len(weights), len(images)) == (sets, cached.sets)
+        assert example.fault(lambda number: by_torch(example, one, number)) == ""  # noqa: B023
+    assert examples.Example(one, CPU, 1, 12).sets == cached.sets
+
+
 @pytest.mark.parametrize(
     "one",
     [
@@ -429,7 +459,7 @@ def test_what_is_right_is_timed_and_the_rest_refused(
     monkeypatch.setattr(examples, "convolve", operator)
     us = 5.5 if is_faster else 5.9
     clock: Any = _Clock(6.0, us)
-    found = tuning._try_one(one, (first, wrong, last), clock)
+    found = tuning._try_one(examples.Example(one, CPU), (first, wrong, last), clock)
     assert (found.site, found.kind) == (str(one), "dense")
     assert found.chosen == (first if is_faster else LIBRARY)
     assert found.times_us == pytest.approx({LIBRARY: 6.0, first: us})
@@ -462,11 +492,16 @@ def test_kernels_that_round_are_refused_where_the_flag_of_their_layers_is_off(
 
 # -------------------------------------------------------------------- the device that asks
 
+CACHE = 1 << 20
+"""Bytes of the cache of a device that is not there."""
+
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
     """One that has no GPU; nothing is run on it."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with_cache = mock.Mock(L2_cache_size=CACHE)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: with_cache)
     monkeypatch.setattr("torch_nimble.devices.cuda.Room", mock.Mock())
     monkeypatch.setattr(inductor, "unsupported", lambda: None)
     made = CudaDevice(torch.device("cuda", 0))
@@ -494,6 +529,27 @@ def test_layers_of_one_kind_are_tried_once_and_counted(device: CudaDevice, tried
     ((effort, (one,)),) = tried
     assert (effort, str(one)) == ("fast", found.site)
     assert notes == []
+
+
+@pytest.mark.parametrize(("made", "fits"), [(CACHE // 16, True), (CACHE // 16 + 4, False)])
+def test_weights_that_do_not_fit_into_the_cache_are_timed_from_memory(
+    device: CudaDevice, tried: Tried, made: int, fits: bool
+) -> None:
+    """Tables that rows are looked up in are not counted."""
+
+    class Looked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.layer = nn.Embedding(CACHE, 3), nn.Linear(3, made)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.layer(self.table(x))
+            return found
+
+    captured, _, _ = captured_of(Looked().eval(), torch.tensor([1, 2]))
+    assert captured.bytes_read() == 16 * made
+    device.choose_kernels(captured, Options(), [])
+    assert [name for name, _ in tried] == ["fast" if fits else f"fast {2 * CACHE}"]
 
 
 @pytest.mark.parametrize("effort", EFFORTS)

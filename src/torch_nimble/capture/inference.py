@@ -40,6 +40,15 @@ from torch_nimble.tree import Node, Structure, flatten_inputs, flatten_output, u
 # torch.export keeps flags of its own in globals and puts fake tensors into the model while it traces:
 # neither two captures nor a look at the model's tensors may happen at the same time.
 MODEL_LOCK = threading.RLock()
+_aten = torch.ops.aten
+_LOOK_UPS = (
+    _aten.embedding.default,
+    _aten._embedding_bag.default,
+    _aten._embedding_bag_forward_only.default,
+    _aten.index.Tensor,
+    _aten.index_select.default,
+)
+"""Operators that read some rows of their first argument."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +77,18 @@ class Captured:
     constants: dict[str, Source]
     mutated: frozenset[str]
     output_structure: Structure
+
+    def bytes_read(self) -> int:
+        """Of the constants that a call reads as a whole: in others it looks up a few rows."""
+        looked_up = {
+            node.name
+            for node in self.graph.nodes
+            if node.op == "placeholder"
+            and all(user.target in _LOOK_UPS and user.args[0] is node for user in node.users)
+        }
+        found = {name: source.tensor() for name, source in self.constants.items()}
+        whole = [t for name, t in found.items() if t is not None and name not in looked_up]
+        return sum(t.numel() * t.element_size() for t in whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +299,7 @@ def _normalised(adapter: Adapter, program: torch.export.ExportedProgram) -> Capt
             )
     with graph.inserting_before(output):
         for target, value in writes:
-            node = graph.call_function(torch.ops.aten.copy_.default, (target, value))
+            node = graph.call_function(_aten.copy_.default, (target, value))
             node.meta.update(value.meta, val=target.meta.get("val"))
     output.args = (tuple(results),)
     return Captured(

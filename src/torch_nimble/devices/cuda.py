@@ -99,12 +99,18 @@ class CudaDevice(Device):
             return ()
         try:
             sites, groups = inductor.find_layers(captured)
-            found = tune([*sites, *(group.whole for group in groups)], self.device, options.tune)
+            every = [*sites, *(group.whole for group in groups)]
+            found = tune(every, self.device, options.tune, self._swept_by(captured))
             compile_chosen(reading_parts(groups, found), self.device)
         except (RuntimeError, ValueError) as reason:
             notes.append(not_tried("kernels of our own", reason))
             return ()
         return chosen_for(sites, groups, found)
+
+    def _swept_by(self, captured: Captured) -> int:
+        """Bytes that surely drive a weight out of the cache, if a call of the model does so itself."""
+        cache: int = torch.cuda.get_device_properties(self.device).L2_cache_size
+        return 2 * cache if captured.bytes_read() > cache else 0
 
     def lowerings(
         self,

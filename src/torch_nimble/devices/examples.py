@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 
@@ -34,10 +35,13 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 class Example:
-    """Random tensors for a layer, and what to make of them."""
+    """Random tensors for a layer, and what to make of them.
 
-    def __init__(self, site: Site, device: torch.device) -> None:
-        self._site = site
+    Of weights there are so many, `at_most` as given, that those of all other sets take `swept` bytes.
+    """
+
+    def __init__(self, site: Site, device: torch.device, swept: int = 0, at_most: int = 1) -> None:
+        self.site = site
         self._dtype: torch.dtype = getattr(torch, site.dtype)
         generator = torch.Generator(device).manual_seed(0)
         images, channels, height, width = site.image
@@ -52,7 +56,7 @@ class Example:
         def image(*shape: int) -> Tensor:
             return random(*shape).to(self._dtype, memory_format=torch.channels_last)
 
-        def some() -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        def weighted() -> tuple[Tensor, Tensor | None]:
             shape = (summed, site.made) if site.kind == "product" else (site.made, summed, *kernel)
             weight = (random(*shape) * scale).to(self._dtype)
             bias = None
@@ -60,12 +64,19 @@ class Example:
                 bias = torch.stack([random(site.made).exp(), random(site.made)])
             elif site.has_bias:
                 bias = random(site.made).to(self._dtype)
-            added = image(*size) if site.adds else None
-            return image(images, channels, height, width), weight, bias, added
+            return weight, bias
 
-        numbers = math.prod(site.image) + site.made * summed * math.prod(kernel) + 2 * math.prod(size)
-        self.sets = max(1, min(_SETS, _MOST_BYTES // (numbers * self._dtype.itemsize)))
-        self.tensors = [some() for _ in range(self.sets)]
+        weighs = site.made * summed * math.prod(kernel) * self._dtype.itemsize
+        passes = (math.prod(site.image) + 2 * math.prod(size)) * self._dtype.itemsize
+        count = max(1, min(_SETS, _MOST_BYTES // (weighs + passes)))
+        given = [
+            (image(images, channels, height, width), image(*size) if site.adds else None)
+            for _ in range(count)
+        ]
+        self.sets = max(count, min(at_most, 1 + math.ceil(swept / weighs))) if swept else count
+        self.tensors = [
+            (x, *weighted(), added) for x, added in itertools.islice(itertools.cycle(given), self.sets)
+        ]
         largest = max(math.prod(site.image), math.prod(size))
         self._count = max(1, min(images, _MOST_EXACT * images // largest))
         self._for_library = [
@@ -85,31 +96,31 @@ class Example:
         x, weight = images[-self._count :].to(dtype), weights.to(dtype)
         bias = None if biases is None else biases.to(dtype)
         added = None if sums is None else sums[-self._count :].to(dtype)
-        x = _ACTIVATIONS[self._site.before](x)
+        x = _ACTIVATIONS[self.site.before](x)
         made = self._summed_up(x, weight)
         if bias is not None:
-            *factors, biases = bias.reshape(-1, self._site.made, 1, 1)
+            *factors, biases = bias.reshape(-1, self.site.made, 1, 1)
             made = made * factors[0] + biases if factors else made + biases
-        return _ACTIVATIONS[self._site.after](made if added is None else made + added)
+        return _ACTIVATIONS[self.site.after](made if added is None else made + added)
 
     def _summed_up(self, x: Tensor, weight: Tensor) -> Tensor:
-        if self._site.kind in OF_ROWS:
+        if self.site.kind in OF_ROWS:
             return self._multiplied(x, weight)[:, :, None, None]
-        window = self._site.window
-        groups = self._site.image[1] if self._site.kind == "depthwise" else 1
+        window = self.site.window
+        groups = self.site.image[1] if self.site.kind == "depthwise" else 1
         return F.conv2d(x, weight, None, window.stride, window.padding, window.dilation, groups)
 
     def _multiplied(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if self._site.kind == "linear":
+        if self.site.kind == "linear":
             return F.linear(x.flatten(1), weight.flatten(1), bias)
         return x.flatten(1) @ weight if bias is None else torch.addmm(bias, x.flatten(1), weight)
 
     def library(self, number: int) -> Tensor:
         """What torch would launch for a set."""
         x, weight, _, added = self.tensors[number]
-        ends = self._site.after or added is not None
+        ends = self.site.after or added is not None
         bias = self._biases[number]
-        if self._site.kind in OF_ROWS:
+        if self.site.kind in OF_ROWS:
             made = self._multiplied(x, weight, bias)
             return made.relu_() if ends else made
         made = self._summed_up(x, self._for_library[number])
@@ -119,7 +130,7 @@ class Example:
 
     def ours(self, config: str) -> Callable[[int], Tensor]:
         """What a kernel of ours makes of a set."""
-        site = self._site
+        site = self.site
         window = list(site.window.numbers())
         rounded = Way.parse(config).precision == "tf32"
         laid_out = [lay_out(weight, site.kind, rounded) for _, weight, *_ in self.tensors]

@@ -15,10 +15,15 @@ _NUMBER = -3
 
 
 class Replays:
-    """Where such work is captured: what is made here shares a stream and memory, and runs in turn."""
+    """Where such work is captured: what is made here shares a stream and memory, and runs in turn.
 
-    def __init__(self, device: torch.device) -> None:
+    Before a replay that is timed so many bytes are `swept` through the cache, if any: read, for what is
+    written there would have to go back to memory later.
+    """
+
+    def __init__(self, device: torch.device, swept: int = 0) -> None:
         self.device = device
+        self._swept = torch.zeros(swept // 4, device=device) if swept else None
         self._streams = Streams.of(device)
         self._stream = self._streams.get(_NUMBER)
         self._pool = torch.cuda.graph_pool_handle()
@@ -35,7 +40,7 @@ class Replays:
             self._stream.synchronize()
             with no_garbage_collection(), capturing(graph, self.device, self._pool):
                 work()
-        return Replayed(graph, self._streams, self._stream, work)
+        return Replayed(graph, self._streams, self._stream, work, self._swept)
 
 
 class Replayed:
@@ -47,16 +52,20 @@ class Replayed:
         streams: Streams,
         stream: torch.cuda.Stream,
         work: Callable[[], Any],
+        swept: torch.Tensor | None = None,
     ) -> None:
         self._graph = graph
         self._streams = streams
         self._stream = stream
         self._work = work  # has the tensors that the graph reads
+        self._swept = swept
 
     def seconds(self) -> float:
         """What one replay takes."""
         with self._streams.lock, torch.cuda.stream(self._stream):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            if self._swept is not None:
+                self._swept.sum()
             start.record()
             self._graph.replay()
             end.record()

@@ -3,11 +3,14 @@
 Candidates of a site are compiled by several processes at once, held against float64 on random inputs,
 where they may not do much worse than torch does, and timed side by side in interleaved rounds. A sample
 is one replay of some calls on several sets of tensors, one after another: as in a network, a call finds
-the cache of the device warm and that of its processors cold. The library's time has what it needs for a
-bias, a sum or an activation in it, as one kernel more; what comes before a layer is not held against it.
-Ours has to win by more than noise.
+its image in the cache of the device, and that of its processors cold. Weights are in the device's cache,
+too, where all of a model's fit into it; those of a larger model come from memory at every call, which
+other ways to cut the work are best at. The library's time has what it needs for a bias, a sum or an
+activation in it, as one kernel more; what comes before a layer is not held against it. Ours has to win
+by more than noise.
 
-What was found is kept on disk by device, versions and flags, so that a machine tunes a site once.
+What was found is kept on disk by device, versions and flags, so that a machine tunes a site once for
+models of either size.
 """
 
 from __future__ import annotations
@@ -58,23 +61,30 @@ _AMONG = " among "
 """Between the name of a site and the number of channels that it reads some of."""
 _CHOSEN = "chosen"
 """Instead of an effort: what was compiled because a plan had it."""
+_FROM_MEMORY = ", weights from memory"
+"""After an effort: what was found for models that do not fit into the cache."""
 # The library stays unless ours is faster by more than two medians of the same work differ.
 _CLEARLY = 0.97
 Tensor = torch.Tensor
 
 
-def tune(sites: Collection[Site], device: torch.device, effort: Effort) -> dict[str, Tuned]:
-    """What is fastest for each site, by its text: what is known of this machine, or else tried now."""
+def tune(
+    sites: Collection[Site], device: torch.device, effort: Effort, swept: int = 0
+) -> dict[str, Tuned]:
+    """What is fastest for each site, by its text: what is known of this machine, or else tried now.
+
+    So many bytes are `swept` through the cache between two uses of a weight, if any.
+    """
     path = _file()
-    known = _read(path, effort)
+    known = _read(path, effort, bool(swept))
     missing = [site for site in dict.fromkeys(sites) if str(site) not in known]
     if missing:
         start = time.perf_counter()
         found: list[Tuned] = []
         try:
-            found.extend(_try_all(missing, device, effort))
+            found.extend(_try_all(missing, device, effort, swept))
         finally:  # what was found is not lost with the rest
-            _add(path, effort, found)
+            _add(path, effort + _FROM_MEMORY * bool(swept), found)
         known |= {tuned.site: tuned for tuned in found}
         passed = time.perf_counter() - start
         log.info("tried kernels for %d kinds of layers in %.1f s", len(missing), passed)
@@ -164,16 +174,18 @@ def check_precision(kernels: Mapping[str, str]) -> None:
         )
 
 
-def _try_all(sites: Collection[Site], device: torch.device, effort: Effort) -> Iterator[Tuned]:
+def _try_all(
+    sites: Collection[Site], device: torch.device, effort: Effort, swept: int
+) -> Iterator[Tuned]:
     plans = {site: configs(site, effort, may_round(site.kind)) for site in sites}
     every = [(site, config, None) for site, tried in plans.items() for config in tried]
     compiled = _compiling(every, device)
     for site in sites:  # meanwhile libraries load what they need, which takes them as long
         Example(site, device).library(0)
     compiled()
-    replays = Replays(device)
+    replays = Replays(device, swept)
     for site, tried in plans.items():
-        yield _try_one(site, tried, replays)
+        yield _try_one(Example(site, device, swept, _CALLS), tried, replays)
 
 
 def _compiling(
@@ -184,9 +196,9 @@ def _compiling(
     return inductor.in_workers(compile_ahead, [(*kernel, *where) for kernel in kernels])
 
 
-def _try_one(site: Site, tried: Iterable[str], replays: Replays) -> Tuned:
+def _try_one(example: Example, tried: Iterable[str], replays: Replays) -> Tuned:
     """Check and time the candidates of a site."""
-    example, refused = Example(site, replays.device), dict[str, str]()
+    site, refused = example.site, dict[str, str]()
     runs: dict[str, Replayed] = {LIBRARY: replays.of(_several(example.library, example.sets))}
     for config in tried:
         run = example.ours(config)
@@ -241,11 +253,12 @@ def _machine() -> str:
     return digest.hexdigest()[:16]
 
 
-def _read(path: Path, effort: Effort) -> dict[str, Tuned]:
-    """What is known of sites that were tried with this effort or more."""
+def _read(path: Path, effort: Effort, from_memory: bool = False) -> dict[str, Tuned]:
+    """What is known of sites that were tried with this effort or more, weights in the same place."""
     kept = _kept(path)
     efforts = [effort, *(["full"] if effort == "fast" else [])]
-    return {site: tuned for name in efforts for site, tuned in kept.get(name, {}).items()}
+    names = [name + _FROM_MEMORY * from_memory for name in efforts]
+    return {site: tuned for name in names for site, tuned in kept.get(name, {}).items()}
 
 
 def _kept(path: Path) -> dict[str, dict[str, Tuned]]:
