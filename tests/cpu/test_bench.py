@@ -501,36 +501,60 @@ def test_who_measures_has_the_machine_for_itself() -> None:
         turns.give_back(first)
 
 
-def test_who_has_measured_and_ends_is_not_waited_for(
+def test_who_races_or_measures_has_the_machine_and_gives_it_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told, goes_on = tmp_path / "told", tmp_path / "goes on"
+    """As often as it asks for it, and not until its process ends."""
     script = """
-import pathlib, sys, time
-result, told, goes_on = map(pathlib.Path, sys.argv[1:])
-tell = lambda stage: result.write_text('{"stage": "%s"}' % stage)
-tell("waiting for its turn")
-while not result.with_suffix(".go").exists(): time.sleep(0.01)
-tell("measuring")
-told.touch()
-while not goes_on.exists(): time.sleep(0.01)
-tell("ending")
+import sys, time
+from pathlib import Path
+from torch_nimble.bench.reporter import Reporter
+from torch_nimble.execute.measure import alone
+result, folder = map(Path, sys.argv[1:])
+report = Reporter(result, str(folder / "turns")).report
+def pause(name):
+    (folder / name).touch()
+    while not (folder / f"{name} seen").exists():
+        time.sleep(0.01)
+for number in (1, 2):
+    with alone(whole=True), alone(whole=True), alone():
+        pause(f"race {number}")
+    pause(f"after {number}")
+with alone(whole=True):
+    pause("race 3")
+report({"stage": "measuring"})
+with alone(whole=True):
+    pause("measuring")
+report({"stage": "looking closer"})
+pause("closer")
+report({"stage": "ending"})
+pause("ending")
 time.sleep(60)
 """
     begin = subprocess.Popen
 
     def popen(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        arguments = [command[-1], str(told), str(goes_on)]
-        return begin([sys.executable, "-c", script, *arguments], **options)
+        return begin([sys.executable, "-c", script, command[-1], str(tmp_path)], **options)
 
     monkeypatch.setattr(processes.subprocess, "Popen", popen)
     turns, stop = Turns(), threading.Event()
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(processes.launch, PART, lambda _: None, stop, 60, turns)
-        until(told.exists)
-        assert turns.is_taken()
-        goes_on.touch()
-        until(lambda: not turns.is_taken())
+        for name in (
+            "race 1",
+            "after 1",
+            "race 2",
+            "after 2",
+            "race 3",
+            "measuring",
+            "closer",
+            "ending",
+        ):
+            until((tmp_path / name).exists)
+            if name.startswith(("after", "ending")):
+                until(lambda: not turns.is_taken())
+            assert turns.is_taken() == (not name.startswith(("after", "ending"))), name
+            (tmp_path / f"{name} seen").touch()
         assert not found.done()
         stop.set()
         assert found.result()["error"].startswith("stopped")
@@ -573,7 +597,7 @@ from pathlib import Path
 from torch_nimble.bench.turns import take_turns
 from torch_nimble.execute.measure import alone
 folder = Path(sys.argv[1])
-take_turns(folder / "turns")
+take_turns(folder / "turns", None)
 for _ in range(20):
     with alone(), alone():
         (folder / "busy").touch(exist_ok=False)

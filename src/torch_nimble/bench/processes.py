@@ -16,14 +16,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from torch_nimble.bench.record import Json
+from torch_nimble.bench.stages import ENDING, WAITING, go_file, has_machine
 from torch_nimble.bench.subject import Part
 from torch_nimble.bench.turns import Turns
 
 _POLL_S = 0.1
-MEASURING, WAITING, ENDING = "measuring", "waiting for its turn", "ending"
-"""Stages that a process tells: it waits until there is a file with the suffix `GO` before it measures,
-and has the machine for itself from then on until it ends."""
-GO = ".go"
 Stage = Callable[[str], None]
 
 
@@ -100,11 +97,11 @@ class _Watched:
             told = _read(self._result)
             now = told.get("stage", ENDING if told else "starting")
             self._stage(now)
-            if now == WAITING and not self._has_turn:
-                self._has_turn = self._turns.take(self._process.pid, _POLL_S)
+            if now == WAITING:
+                self._has_turn = self._has_turn or self._turns.take(self._process.pid, _POLL_S)
                 if self._has_turn:
-                    self._result.with_suffix(GO).touch()
-            if now == ENDING:
+                    go_file(self._result, told["asked"]).touch()
+            elif not has_machine(told):
                 self.end()
         return f"no end after {timeout_s:.0f} s"
 

@@ -2,8 +2,8 @@
 
 To prepare is mostly the host's work, and one process leaves most cores idle. What is timed meanwhile,
 by Inductor to choose versions of kernels and by us to choose plans, is timed under a lock that all
-share. To measure, a process takes that lock, so that nobody else is timing, and asks for the machine:
-all others are stopped until it has measured.
+share. To race plans and to measure, a process takes that lock, so that nobody else is timing, and asks
+for the machine: all others are stopped until it has raced or measured.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from torch_nimble.execute.measure import time_alone
@@ -88,10 +89,13 @@ class Lock:
         self._own.release()
 
 
-def take_turns(path: Path) -> Lock:
-    """From now on this process takes times only under the lock at that path, Inductor included."""
+def take_turns(path: Path, undisturbed: Callable[[], AbstractContextManager[None]]) -> Lock:
+    """From now on this process takes times only under the lock at that path, Inductor included.
+
+    Those that nobody may disturb it takes inside of `undisturbed`.
+    """
     lock = Lock(path)
-    time_alone(lambda: lock)
+    time_alone(lambda whole: undisturbed() if whole else lock)
     inductor.time_inside(lock)
     return lock
 

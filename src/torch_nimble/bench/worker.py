@@ -24,12 +24,13 @@ from typing import Any
 import torch
 
 from torch_nimble.bench import gpu, training
-from torch_nimble.bench.processes import ENDING, GO, MEASURING, WAITING
-from torch_nimble.bench.record import Json, plain
+from torch_nimble.bench.record import Json
+from torch_nimble.bench.reporter import Reporter
+from torch_nimble.bench.stages import CLOSER, ENDING, MEASURING
 from torch_nimble.bench.subject import Call, Inputs, Part, Subject, error_of
 from torch_nimble.bench.systems import BY_NAME, Captured, compilations, graph_of
 from torch_nimble.bench.timing import Stopwatch
-from torch_nimble.bench.turns import end_with_parent, take_turns
+from torch_nimble.bench.turns import end_with_parent
 from torch_nimble.errors import NimbleError
 from torch_nimble.execute.check import TOLERANCE, worst_error
 
@@ -167,7 +168,7 @@ def speed(part: Part, report: Report) -> Json:
     found["check"] = verdict(judged, worst_error(exact[1], exact[0]), allowed)
     found["check"]["reference"] = ", ".join(sorted({str(t.dtype) for t in exact[0]}))
     if part.device == "cuda" and not part.case.load:
-        report({**found, "stage": "looking closer"})
+        report({**found, "stage": CLOSER})
         look_closer(subject, calls, systems)
     report({**found, "stage": ENDING})
     for name, call in calls.items():
@@ -419,24 +420,7 @@ def main() -> None:
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     part, out = Part.from_dict(json.loads(sys.argv[1])), Path(sys.argv[2])
     end_with_parent()
-    lock = take_turns(Path(part.turns)) if part.turns else None
-
-    def report(found: Json) -> None:
-        if lock is not None and found.get("stage") == MEASURING:
-            lock.__enter__()
-            write({**found, "stage": WAITING})
-            while not out.with_suffix(GO).exists():
-                time.sleep(0.05)
-        write(found)
-        if lock is not None and found.get("stage") == ENDING:
-            lock.__exit__(None, None, None)
-
-    def write(found: Json) -> None:
-        # Whoever reads it meanwhile finds one state or the other.
-        draft = out.with_suffix(".draft")
-        draft.write_text(json.dumps(plain(found), allow_nan=False), encoding="utf-8")
-        draft.replace(out)
-
+    report = Reporter(out, part.turns).report
     try:
         report(work(part, report))
     except NimbleError as error:

@@ -343,7 +343,7 @@ def _refusing_failures() -> Iterator[None]:
 def race_replays(entries: Sequence[Entry]) -> dict[str, Timing]:
     """Replays, each from launch to end as a caller would wait for it, in interleaved rounds."""
     runs = {entry.name: functools.partial(_replay_several, entry) for entry in entries}
-    with alone():
+    with alone(whole=len(runs) > 1):
         timings = race(runs, rounds=_RACE_ROUNDS, hopeless=_HOPELESS, settle=0)
     return {
         name: Timing(tuple(s / _REPLAYS_A_ROUND for s in timing.rounds_s))

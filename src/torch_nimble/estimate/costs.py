@@ -2,15 +2,16 @@
 
 A kernel takes a launch, the latency of the steps it takes one after another, and the time to move its
 bytes and to compute: floor + step × depth + byte × bytes + operation × operations, with numbers for each
-family of kernels, fitted to what was measured (`fit`). benchmarks/calibrate.py makes the files beside
-this module.
+family of kernels, fitted to what was measured (`fit`). Steps and operations are those of numbers of two
+bytes, and count twice for numbers of four. benchmarks/calibrate.py makes the files beside this module.
 """
 
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch_nimble.taskgraph import TaskGraph
 
 FAMILIES = ("layer", "depthwise", "product", "attention", "reduction", "elementwise")
 _LEAST_US = 1.0
+_USUAL_SIZE = 2
 _FILES = Path(__file__).parent
 GPUS = tuple(sorted(path.stem for path in _FILES.glob("*.json")))
 """Those that there are numbers for."""
@@ -41,12 +43,17 @@ class Rates:
 
     def us(self, work: Work) -> float:
         """What that work takes."""
-        return (
-            self.floor
-            + self.step * work.depth
-            + self.byte * work.nbytes
-            + self.operation * work.operations
-        )
+        return float(sum(map(operator.mul, astuple(self), _amounts(work))))
+
+    def times(self, factor: float) -> Rates:
+        """Those of kernels that take so many times as long."""
+        return Rates(*(factor * rate for rate in astuple(self)))
+
+
+def _amounts(work: Work) -> tuple[float, float, float, float]:
+    """What the rates are for, in their order."""
+    size = work.itemsize / _USUAL_SIZE
+    return 1.0, size * work.depth, work.nbytes, size * work.operations
 
 
 @dataclass(frozen=True)
@@ -116,7 +123,7 @@ def fit(works: Sequence[Work], times_us: Sequence[float], counts: Sequence[int])
     """
     if not works:
         raise ValueError("nothing was measured")
-    rows = np.array([[1.0, work.depth, work.nbytes, work.operations] for work in works])
+    rows = np.array([_amounts(work) for work in works])
     weights = np.sqrt(np.array(counts, dtype=float)) / np.array(times_us)
     scaled = rows * weights[:, None]
     wanted = np.maximum(np.array(times_us) - _LEAST_US, 0.0) * weights

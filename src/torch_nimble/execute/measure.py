@@ -16,17 +16,20 @@ TIE = 1.02
 """Medians closer than this factor count as equal: the noise of a quiet machine."""
 
 
-Alone = Callable[[], AbstractContextManager[None]]
-_alone: list[Alone] = [nullcontext]
+Alone = Callable[[bool], AbstractContextManager[None]]
+_alone: list[Alone] = [lambda whole: nullcontext()]
 
 
-def alone() -> AbstractContextManager[None]:
-    """Entered by all that takes times on a GPU."""
-    return _alone[-1]()
+def alone(*, whole: bool = False) -> AbstractContextManager[None]:
+    """Entered by all that takes times on a GPU, with the `whole` of it where little things matter."""
+    return _alone[-1](whole)
 
 
 def time_alone(make: Alone) -> None:
-    """Let processes that share a GPU take turns: from now on times are taken inside of this."""
+    """Let processes that share a GPU take turns: from now on times are taken inside of this.
+
+    Nobody else times meanwhile, and if `make` is called with True nobody else does anything.
+    """
     _alone.append(make)
 
 

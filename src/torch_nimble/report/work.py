@@ -36,6 +36,8 @@ class Work:
     """How many products are summed up for one result, one after another."""
     results: float = 0.0
     """How many numbers it makes: the more, the more of the GPU it can use at once."""
+    itemsize: float = 2.0
+    """Bytes of each: matrix units take twice as long for numbers of twice the size."""
 
 
 def work_of(task: Task, buffers: Mapping[str, Buffer]) -> Work:
@@ -44,21 +46,23 @@ def work_of(task: Task, buffers: Mapping[str, Buffer]) -> Work:
     shapes = [_sizes(region, buffers) for region in task.reads]
     made = [_sizes(region, buffers) for region in task.writes]
     results = float(sum(map(math.prod, made)))
+    itemsize = sum(_nbytes(region, buffers) for region in task.writes) / results if results else 0.0
     if "convolve" in task.kind and shapes and made:
-        return _layer(shapes, made, moved)
+        return _layer(shapes, made, moved, itemsize)
     kind, is_backward = kind_of(task.kind), "backward" in task.kind
     if kind == "convolution":
         sums, depth = _convolution(shapes, made, is_backward)
-        return Work("product", moved, 2.0 * sums * depth, depth, results)
+        return Work("product", moved, 2.0 * sums * depth, depth, results, itemsize)
     if kind == "matrix product":
         depth = _shared(shapes, results)
-        return Work("product", moved, 2.0 * results * depth, depth, results)
+        return Work("product", moved, 2.0 * results * depth, depth, results, itemsize)
     if kind == "attention":
         # Two products, each as long as what they are of: queries by keys, and that by values.
         keys = _keys(shapes, made, is_backward)
-        return Work("attention", moved, 4.0 * math.prod(made[0] if made else ()) * keys, keys, results)
+        operations = 4.0 * math.prod(made[0] if made else ()) * keys
+        return Work("attention", moved, operations, keys, results, itemsize)
     family = "reduction" if kind in ("reduction", "normalisation", "pooling") else "elementwise"
-    return Work(family, moved, results=results)
+    return Work(family, moved, results=results, itemsize=itemsize)
 
 
 def layer_work(
@@ -71,7 +75,7 @@ def layer_work(
     weights = taps * channels * (1 if is_depthwise else made)
     moved = itemsize * (math.prod(image) + results + weights)
     family = "depthwise" if is_depthwise else "layer"
-    return Work(family, moved, 2.0 * results * depth, depth, results)
+    return Work(family, moved, 2.0 * results * depth, depth, results, itemsize)
 
 
 def fetched_bytes(graph: TaskGraph) -> tuple[float, ...]:
@@ -100,7 +104,7 @@ def fetched_bytes(graph: TaskGraph) -> tuple[float, ...]:
 # -------------------------------------------------------------------- operations
 
 
-def _layer(shapes: Sequence[Shape], made: Sequence[Shape], moved: float) -> Work:
+def _layer(shapes: Sequence[Shape], made: Sequence[Shape], moved: float, itemsize: float) -> Work:
     """Our operator: its image and its weight, which is window and channels by channels made.
 
     The weight of a linear layer, whose rows are images of one pixel, lies the other way round.
@@ -111,7 +115,7 @@ def _layer(shapes: Sequence[Shape], made: Sequence[Shape], moved: float) -> Work
     depth = math.prod(weight) / (made[0][1] if len(made[0]) > 1 else weight[-1])
     results = float(sum(map(math.prod, made)))
     family = "depthwise" if is_depthwise else "layer"
-    return Work(family, moved, 2.0 * results * depth, depth, results)
+    return Work(family, moved, 2.0 * results * depth, depth, results, itemsize)
 
 
 def _convolution(
