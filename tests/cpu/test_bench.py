@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import logging
 import math
 import subprocess
 import sys
@@ -612,8 +613,9 @@ for _ in range(20):
 
 
 def test_two_parts_side_by_side_in_processes_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "torch_nimble")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=":")
     cases = [replace(CASE, dtype=dtype) for dtype in ("fp32", "bf16")]
     wanted = runner.Wanted(
@@ -625,6 +627,10 @@ def test_two_parts_side_by_side_in_processes_of_their_own(
         assert "error" not in entry, entry["error"]
         assert entry["systems"]["nimble"]["p50_us"] > 0
         assert "prepare_s" not in entry["systems"]["nimble"]
+    told = [record.getMessage().partition(f"{CASE.target} bf16: ")[2] for record in caplog.records]
+    stages = [stage for stage in told if stage]
+    assert stages[0] == "starting"
+    assert stages.count("preparing nimble") == stages.count("measuring") == 1
 
 
 def test_a_part_reaches_its_process_unchanged() -> None:

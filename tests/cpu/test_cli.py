@@ -22,7 +22,7 @@ GRAPH = {
 
 def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "torch_nimble.cli", *arguments],
+        [sys.executable, "-m", "torch_nimble", *arguments],
         capture_output=True,
         text=True,
         cwd=cwd,

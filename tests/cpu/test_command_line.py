@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-RUN = [sys.executable, "-m", "torch_nimble.cli"]
+RUN = [sys.executable, "-m", "torch_nimble"]
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import math
 import signal
 import tempfile
@@ -45,6 +46,8 @@ from torch_nimble.bench.training import STEPS
 from torch_nimble.bench.turns import Turns
 from torch_nimble.errors import OptionError
 from torch_nimble.targets import make_inputs
+
+log = logging.getLogger("torch_nimble")
 
 Launch = Callable[..., Json]
 _USUAL = {
@@ -195,8 +198,14 @@ class _Workers:
     def _launch(self, part: Part, cache: str) -> Json:
         row = self._progress.add_task(_label(part), total=None)
 
+        last = ""
+
         def stage(text: str) -> None:
+            nonlocal last
             self._progress.update(row, description=f"{_label(part)}: {text}")
+            if text != last:
+                log.info("%s: %s", _label(part), text)
+                last = text
 
         try:
             one, limit = replace(part, cache=cache), self._wanted.timeout_s

@@ -13,9 +13,9 @@ import torch
 from torch_nimble.bench.record import Json, percentile
 from torch_nimble.bench.subject import Call, Inputs, Subject
 
-_SETTLE_AT_LEAST, _SETTLE_US = 5, 20_000
-_ROUND_US, _CALLS_AT_LEAST = 75_000, 20
-_ENQUEUED_AT_LEAST, _ENQUEUED_AT_MOST = 10, 50
+_SETTLE_AT_LEAST, _SETTLE_US = 3, 20_000
+_ROUND_US, _CALLS_AT_LEAST = 75_000, 10
+_ENQUEUED_AT_LEAST, _ENQUEUED_AT_MOST = 5, 50
 
 
 class Stopwatch:
