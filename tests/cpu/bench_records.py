@@ -80,6 +80,14 @@ def speed(target: str = "resnet50", ours: float = 500, peers: Json | None = None
     return line("speed", target, **{**whole, **fields})
 
 
+def step(target: str, ours: float, peers: Json | None = None, batch: int = 32) -> Json:
+    """A training step of all systems."""
+    own = {"memory": {"own": {"reserved": 30 << 20}}}
+    theirs = {"memory": {"own": {"reserved": 25 << 20}}}
+    systems = {"compile": timed(1500, **theirs), "nimble": timed(ours, **own), **(peers or {})}
+    return {**speed(target, ours, systems, dtype="fp32", batch=batch), "measure": "train"}
+
+
 def full() -> list[Json]:
     """Every kind of line, with missing fields, failures, repeats and a name that is markup."""
     nobody = {"cold": {"prepare_s": 31.4, "memory": {"peak": {"reserved": 3 * 2**20}}}, "warm": None}
@@ -118,4 +126,6 @@ def full() -> list[Json]:
         line("plan", "amoebanet", systems={"nimble-serial": timed(900), "nimble": timed(450)}),
         line("call", "mobilenet-v2", systems={"replay": {"host_us": 9.6}, "nimble": {"host_us": 19.4}}),
         line("plan", "unet", systems=None),
+        step("mobilenet-v2", 500, {"cudagraph": timed(450)}),
+        step("mobilenet-v2", 800, batch=64),
     ]

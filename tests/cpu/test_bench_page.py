@@ -17,7 +17,10 @@ from torch_nimble.bench.plots import Level, Panel, Point, Series, bars, lines, t
 from torch_nimble.bench.record import Json
 from torch_nimble.errors import InputError
 
-READINGS = {"bert-base fp16 1": "Its matrix products are <larger> than ours."}
+READINGS = {
+    "bert-base fp16 1": "Its matrix products are <larger> than ours.",
+    "mobilenet-v2 fp32 32 training": "That was a bad day.",
+}
 
 
 class Document(HTMLParser):
@@ -82,6 +85,13 @@ SAID = {
     "scheduling": ("5.00× (",),
     "idle": ("91%", "85 %", "7 %"),
     "modern": ("bert-base", "10.00× ("),
+    "training": (
+        "fp32 | 32 | 5\u202f000 | 450 |",
+        "10.00× (",
+        "3.61×",
+        "3.10×",
+        "32 | 25 | 30 | 1.20×",
+    ),
     "batches": ("busy", "nasnet-a-mobile | fp16 | 4 | free", "1.50× ("),
     "latency": ("5\u202f000 / 6\u202f000", "failed", HTML),
     "limits": ("480 | 491 | 0.98× | 17.5", "8.20", "50.0 | 950"),
@@ -93,14 +103,15 @@ SAID = {
     "energy": ("900.0", "0.10×"),
     "checks": ("2.0e-03", "3.0e-03 | reduce-overhead | yes | 53× | no"),
     "slower": (
-        "In 5 of 10 results",
+        "In 6 of 12 results",
+        "mobilenet-v2 fp32 32 training | cudagraph | 450 | 500 | 11.1 % | That was a bad day.",
         "bert-base fp16 1 | reduce-overhead | 400 | 500 | 25.0 % | Its matrix products are <larger>",
         "vit-b16 fp16 1 | cudagraph | 450 | 500 | 11.1 % | no reading yet",
         "resnet50 fp32 1 cpu | eager",
     ),
     "agreement": ("nasnet-a-mobile fp16 1", "10.0 %", "further apart", "darts fp16 1", "within 3 %"),
     "failures": ("bert-base fp16 1 | speed | xla | no <b>jax</b>", "the process | out of memory\nwhile"),
-    "settings": ("tf32 | on (16)", "rounds | 3 (16)", "cuda (16)\ncpu (1)"),
+    "settings": ("tf32 | on (18)", "rounds | 3 (18)", "cuda (18)\ncpu (1)"),
 }
 
 
@@ -128,7 +139,8 @@ def test_nothing_is_fetched_from_anywhere(written: dict[str, str]) -> None:
 
 def test_figures_are_xml_with_a_title_and_every_value_in_words(written: dict[str, str]) -> None:
     figures = {name: text for name, text in written.items() if name.endswith(".svg")}
-    assert set(figures) >= {"speedup.svg", "streams.svg", "idle.svg", "modern.svg", "batches.svg"}
+    names = ("speedup", "streams", "idle", "modern", "batches", "training")
+    assert set(figures) >= {f"{name}.svg" for name in names}
     for text in figures.values():
         root = ElementTree.fromstring(text)
         assert root.get("role") == "img"
@@ -137,6 +149,8 @@ def test_figures_are_xml_with_a_title_and_every_value_in_words(written: dict[str
         assert labels[root.get("aria-describedby")]
         assert "prefers-color-scheme:dark" in text
     assert "nasnet-a-mobile: the paper, V100 22.3, cudagraph 5.00" in figures["speedup.svg"]
+    for known in ("mobilenet-v2 ×32: the paper, V100 3.61,", "mobilenet-v2 ×64: the paper, V100 3.10,"):
+        assert known in figures["training.svg"]
 
 
 def test_sections_without_data_are_left_out(tmp_path: Path) -> None:
@@ -310,6 +324,12 @@ def test_the_pieces_of_documentation() -> None:
         "gpu streams",
         "gpu idle",
         "gpu batch",
+        "gpu training",
+        "gpu step memory",
+        "gpu cost",
+        "gpu memory",
+        "gpu plans",
+        "gpu calls",
         "gpu slower",
         "gpu agreement",
         "gpu failures",
@@ -322,6 +342,13 @@ def test_the_pieces_of_documentation() -> None:
     assert "<img" not in pieces["gpu table"]
     assert re.search(r"nasnet-a-mobile +\| fp32 .* 85 % .* 7 %", pieces["gpu idle"])
     assert re.search(r"nasnet-a-mobile +\| fp16 .* busy .* 990 ", pieces["gpu batch"])
+    assert re.search(r"mobilenet-v2 +\| fp32 +\| 32 .* 450 .* 3.61×", pieces["gpu training"])
+    assert re.search(r"mobilenet-v2 +\| fp32 +\| 32 .* 25 .* 30 .* 1.20×", pieces["gpu step memory"])
+    assert re.search(r"resnet50 .* 31.4", pieces["gpu cost"])
+    assert re.search(r"googlenet .* 1.20×", pieces["gpu memory"])
+    assert re.search(r"amoebanet .* 2.00×", pieces["gpu plans"])
+    assert re.search(r"mobilenet-v2 .* 9.6 .* 19.4", pieces["gpu calls"])
+    assert "mobilenet-v2 fp32 32 training" in pieces["gpu slower"]
     agreement = pieces["gpu agreement"].splitlines()
     assert agreement[0] == "1 of 2 results measured more than once are within 3 % of each other."
     assert any("darts fp16 1" in row and "within 3 %" in row for row in agreement)

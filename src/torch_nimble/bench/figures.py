@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch_nimble.bench.plots import LINE_TONES, Level, Panel, Point, Series, bars, lines
 from torch_nimble.bench.record import DTYPES, Json
 from torch_nimble.bench.selection import OURS, SERIAL, called, compared, faults_of, measured, notes_of
-from torch_nimble.bench.suites import PAPER_IDLE, PAPER_SPEEDUPS, PAPER_STREAMS
+from torch_nimble.bench.suites import PAPER_IDLE, PAPER_SPEEDUPS, PAPER_STREAMS, PAPER_TRAINING
 
 Value = Callable[[Json], Point | None]
 
 
 def speedups(entries: Sequence[Json], title: str, published: bool) -> str:
     """Times faster than eager, one bar a system; `published`: with the paper's figures."""
+    known = (lambda e: _known(PAPER_SPEEDUPS, e["target"])) if published else None
+    return _over_eager(entries, title, known)
+
+
+def training(entries: Sequence[Json]) -> str:
+    """The same of training steps, a group for each network and batch size."""
+
+    def published(entry: Json) -> Point | None:
+        return _known(PAPER_TRAINING.get(entry["target"], {}), entry["batch"])
+
+    return _over_eager(entries, "Training steps, speed-up over eager", published, by_size=True)
+
+
+def _over_eager(
+    entries: Sequence[Json], title: str, published: Value | None, by_size: bool = False
+) -> str:
     systems = [name for name in measured(entries) if name != "eager"]
     wanted: list[tuple[str, str, Value]] = [
         (called(name), name, _against_eager(name)) for name in systems
     ]
-    if published:
-        wanted.insert(0, ("the paper, V100", "published", lambda e: _known(PAPER_SPEEDUPS, e["target"])))
-    panels = _panels([e for e in entries if compared(e, OURS, "eager")], wanted)
+    if published is not None:
+        wanted.insert(0, ("the paper, V100", "published", published))
+    panels = _panels([e for e in entries if compared(e, OURS, "eager")], wanted, by_size=by_size)
     return bars(title, "times faster than eager", panels, Level(1, "eager")) if panels else ""
 
 
@@ -88,18 +105,25 @@ def by_batch(entries: Sequence[Json]) -> str:
 
 
 def _panels(
-    entries: Sequence[Json], wanted: Sequence[tuple[str, str, Value]], labelled: bool = False
+    entries: Sequence[Json],
+    wanted: Sequence[tuple[str, str, Value]],
+    labelled: bool = False,
+    by_size: bool = False,
 ) -> list[Panel]:
-    """A panel for each dtype, a group for each network; ours is always labelled."""
+    """A panel for each dtype, a group for each network, and batch size if asked; ours is labelled."""
     panels = []
     for dtype in sorted({entry["dtype"] for entry in entries}, key=DTYPES.index):
-        lines_of = {entry["target"]: entry for entry in entries if entry["dtype"] == dtype}
+        lines_of = {
+            f"{entry['target']} ×{entry['batch']}" if by_size else entry["target"]: entry
+            for entry in entries
+            if entry["dtype"] == dtype
+        }
         series = [
             Series(name, tuple(value(e) for e in lines_of.values()), tone, labelled or tone == OURS)
             for name, tone, value in wanted
         ]
         shown = tuple(s for s in series if any(s.points))
-        panels.append(Panel(f"{dtype}, batch 1", tuple(lines_of), shown))
+        panels.append(Panel(dtype if by_size else f"{dtype}, batch 1", tuple(lines_of), shown))
     return panels
 
 
@@ -108,8 +132,8 @@ def _ratio(entry: Json, system: str, than: str) -> Point | None:
     return Point(ratio.value, ratio.low, ratio.high) if ratio else None
 
 
-def _known(figures: dict[str, float], target: str) -> Point | None:
-    return Point(figures[target]) if target in figures else None
+def _known(figures: Mapping[Any, float], key: object) -> Point | None:
+    return Point(figures[key]) if key in figures else None
 
 
 def _against_eager(system: str) -> Value:

@@ -78,15 +78,9 @@ def headline(entries: Sequence[Json]) -> Grid:
 
 def training(entries: Sequence[Json]) -> Grid:
     """The same of training steps, and the paper's figure."""
-    batches = (32, 64, 128)
-
-    def published(entry: Json) -> Cell:
-        known = PAPER_TRAINING.get(entry["target"], ())
-        found = dict(zip(batches, known, strict=False)).get(entry["batch"])
-        return number(found, ".2f", "×")
-
     made = headline(entries)
-    cells = [published(entry) for entry in entries]
+    known = (PAPER_TRAINING.get(entry["target"], {}).get(entry["batch"]) for entry in entries)
+    cells = [number(figure, ".2f", "×") for figure in known]
     rows = tuple((*row, cell) for row, cell in zip(made.rows, cells, strict=True))
     return replace(made, header=(*made.header, "paper, V100"), rows=rows)
 

@@ -39,12 +39,12 @@ class Section:
 def sections_of(entries: Sequence[Json], readings: Mapping[str, str]) -> list[Section]:
     """What the page shows, in its order; sections that the record has nothing for are left out."""
     kept = newest(entries)
-    gpu, speed = on_one_gpu(kept), of(kept, "speed")
+    gpu, speed, steps = on_one_gpu(kept), of(kept, "speed"), of(kept, "train")
     paper, modern = (of(gpu, "speed", targets_of(suite), plain=True) for suite in ("paper", "modern"))
     # Without those of the paper's suite, which have figures of their own.
     modern = [entry for entry in modern if entry not in paper]
     branching, plain = streamed(gpu, BRANCHING), of(gpu, "speed", plain=True)
-    sizes, fair = batched(gpu), sound(speed)
+    sizes, fair = batched(gpu), sound([*speed, *steps])
     lost = sum(map(bool, map(quicker_peers, fair)))
     sections = [
         Section(
@@ -78,8 +78,8 @@ def sections_of(entries: Sequence[Json], readings: Mapping[str, str]) -> list[Se
             "Where ours is slower",
             f"In {lost} of {len(fair)} results a peer is faster: the median of the ratios of the rounds "
             "is below 1. Each is listed, by however little, with what we make of it."
-            + _left_out(len(speed) - len(fair)),
-            grids=(grids.slower(speed, readings),),
+            + _left_out(len(speed) + len(steps) - len(fair)),
+            grids=(grids.slower([*speed, *steps], readings),),
         ),
         Section(
             "streams",
@@ -116,7 +116,9 @@ def sections_of(entries: Sequence[Json], readings: Mapping[str, str]) -> list[Se
             "training",
             "Training steps",
             "p50 of a whole step in µs: forward, backward and update with SGD and momentum. Images of "
-            "CIFAR-10's size; texts of 128 tokens. cudagraph: an eager step in one CUDA graph.",
+            "CIFAR-10's size; texts of 128 tokens. cudagraph: an eager step in one CUDA graph. The "
+            "dashed bars are the paper's own figures, on a V100 against PyTorch 1.4.",
+            (("training.svg", figures.training(of(gpu, "train"))),),
             grids=(grids.training(of(gpu, "train")), grids.step_memory(of(gpu, "train"))),
         ),
         Section(
@@ -188,7 +190,7 @@ def sections_of(entries: Sequence[Json], readings: Mapping[str, str]) -> list[Se
             "larger. A check could have failed if the result for another input is at least a hundred "
             "tolerances away. What is not right is listed first; it takes part in no ratio, mean or "
             "figure.",
-            grids=(grids.wrong([*speed, *of(kept, "plan")]), grids.checks(speed)),
+            grids=(grids.wrong([*speed, *steps, *of(kept, "plan")]), grids.checks([*speed, *steps])),
         ),
         Section(
             "agreement",
@@ -209,7 +211,7 @@ def sections_of(entries: Sequence[Json], readings: Mapping[str, str]) -> list[Se
             grids=(grids.settings(entries),),
         ),
     ]
-    return [s for s in sections if not s.empty or (s.name == "slower" and speed)]
+    return [s for s in sections if not s.empty or (s.name == "slower" and (speed or steps))]
 
 
 def _left_out(count: int) -> str:

@@ -95,8 +95,13 @@ def sound(entries: Iterable[Json]) -> list[Json]:
 
 def name_of(entry: Json) -> str:
     """`target dtype batch`, and what is not usual about it: by this its reading is found."""
-    unusual = [*(["load"] if entry["load"] else []), *(["cpu"] if place_of(entry)[0] == "cpu" else [])]
-    return " ".join([entry["target"], entry["dtype"], str(entry["batch"]), *unusual])
+    unusual = {
+        "training": entry["measure"] == "train",
+        "load": entry["load"],
+        "cpu": place_of(entry)[0] == "cpu",
+    }
+    words = [word for word, is_so in unusual.items() if is_so]
+    return " ".join([entry["target"], entry["dtype"], str(entry["batch"]), *words])
 
 
 # ------------------------------------------------------------ values

@@ -50,14 +50,16 @@ def markdown(entries: Iterable[Json], readings: Mapping[str, str]) -> dict[str, 
     """Pieces of documentation by name; one that the record has nothing for is not there.
 
     `gpu table` and `cpu table`: the headline; `gpu streams`: several streams against one; `gpu idle`:
-    how long the GPU is idle; `gpu batch`: by batch size, and under load; `gpu slower`: every result in
-    which a peer is faster; `gpu agreement`: how far repeated runs are apart; `gpu failures`: everything
-    that was not measured as asked.
+    how long the GPU is idle; `gpu batch`: by batch size, and under load; `gpu training` and `gpu step
+    memory`; `gpu cost`, `gpu memory`, `gpu plans` and `gpu calls`: what else was measured; `gpu slower`:
+    every result in which a peer is faster; `gpu agreement`: how far repeated runs are apart; `gpu
+    failures`: everything that was not measured as asked.
     """
     kept = newest(entries := list(entries))
     gpu = on_one_gpu(kept)
     repeats = [entry for entry in entries if gpu and place_of(entry) == place_of(gpu[0])]
-    speed, cpu = of(gpu, "speed"), [e for e in of(kept, "speed") if place_of(e)[0] == "cpu"]
+    speed, steps = of(gpu, "speed"), of(gpu, "train")
+    cpu = [e for e in of(kept, "speed") if place_of(e)[0] == "cpu"]
     plain = of(gpu, "speed", plain=True)
     branching, sizes = streamed(gpu, BRANCHING), batched(gpu)
     none_slower = "Ours is slower than no other system in any result of this record."
@@ -66,14 +68,27 @@ def markdown(entries: Iterable[Json], readings: Mapping[str, str]) -> dict[str, 
         "gpu streams": _under_conditions(grids.streams(branching), branching),
         "gpu idle": _under_conditions(grids.idle(plain), plain),
         "gpu batch": _under_conditions(grids.batches(sizes), sizes),
-        "gpu slower": as_markdown(grids.slower(speed, readings))
-        if any(map(quicker_peers, speed))
-        else none_slower * bool(sound(speed)),
+        "gpu training": _under_conditions(grids.training(steps), steps),
+        "gpu step memory": as_markdown(grids.step_memory(steps)),
+        "gpu cost": _measured("cost", gpu),
+        "gpu memory": _measured("memory", gpu),
+        "gpu plans": _measured("plan", gpu),
+        "gpu calls": _measured("call", gpu),
+        "gpu slower": as_markdown(grids.slower([*speed, *steps], readings))
+        if any(map(quicker_peers, [*speed, *steps]))
+        else none_slower * bool(sound([*speed, *steps])),
         "gpu agreement": _agreement([*of(repeats, "speed"), *of(repeats, "plan")]),
         "gpu failures": as_markdown(grids.failures(gpu)),
         "cpu table": _under_conditions(grids.headline(cpu), cpu),
     }
     return {name: text for name, text in pieces.items() if text}
+
+
+def _measured(measure: str, entries: Sequence[Json]) -> str:
+    """The table that the terminal shows of a measure, under the conditions of its lines."""
+    make = next(make for name, _, make in _BY_MEASURE if name == measure)
+    kept = of(entries, measure)
+    return _under_conditions(make(kept), kept)
 
 
 def _agreement(entries: Sequence[Json]) -> str:
