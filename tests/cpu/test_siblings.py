@@ -1,4 +1,4 @@
-"""Convolutions of one image that become one, and that values stay eager's."""
+"""Layers that read the same and become one, and that values stay eager's."""
 
 from __future__ import annotations
 
@@ -174,6 +174,124 @@ def test_what_differs_in_more_than_weights_stays_apart(name: str) -> None:
         "grouped": nn.Conv2d(8, 8, 3, groups=2),
     }
     assert_merges(APARTS[name], 0, **more)
+
+
+# -------------------------------------------------------------------- rows
+
+
+class Product(nn.Module):
+    """A linear layer whose weight lies as it is multiplied, as those of GPT-2 do."""
+
+    def __init__(self, width: int, made: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(width, made)), nn.Parameter(torch.randn(made))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])
+
+
+def rows(make: Callable[[int, int], nn.Module] = nn.Linear) -> dict[str, nn.Module]:
+    return {"q": make(8, 12), "k": make(8, 12), "v": make(8, 6), "end": nn.Linear(6, 3)}
+
+
+def attention(m: Any, x: Tensor) -> Tensor:
+    q, k, v = (layer(x).unflatten(-1, (3, -1)).transpose(1, 2) for layer in (m.q, m.k, m.v))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def attention_by_hand(m: Any, x: Tensor) -> Tensor:
+    q, k = (layer(x).view(2, 5, 3, 4).transpose(1, 2) for layer in (m.q, m.k))
+    v = m.v(x).reshape(2, 5, 3, 2).transpose(1, 2)
+    weights = torch.softmax(q @ k.transpose(-1, -2) / 2, -1)
+    return m.end((weights @ v).transpose(1, 2).reshape(2, 5, 6))
+
+
+def gated(m: Any, x: Tensor) -> Tensor:
+    return F.relu(m.q(x)) * F.relu(m.k(x)) + 1
+
+
+def returned(m: Any, x: Tensor) -> Any:
+    return m.q(x), m.k(x).transpose(0, 1), m.v(x).relu().flatten(0, 1)
+
+
+MERGED_ROWS = [attention, attention_by_hand, gated, returned]
+
+
+def assert_merges_rows(function: Callable[..., Any], merging: int, **layers: nn.Module) -> Rewritten:
+    model = Model(function, **layers).eval()
+    captured, x = captured_of(model, torch.randn(2, 5, 8)), torch.randn(2, 5, 8)
+    wanted = as_list(eager(model, x.clone()))
+    for by_kernels in (True, False):
+        graph, names = passed(captured)
+        groups = together_pass.find_siblings(graph, layers_pass.find_sites(graph, names))
+        assert len(groups) == merging
+        counts = select.use_kernels(graph, names, {str(group.siblings): MERGED for group in groups})
+        assert sum(counts.values()) == merging
+        graph.lint()
+        left = [found.site for found in layers_pass.find_sites(graph, names)]
+        if by_kernels:
+            select.use_kernels(graph, names, {str(site): configs(site, "fast")[0] for site in left})
+        graph.eliminate_dead_code()
+        made = Rewritten(captured, graph, left, counts)
+        assert_close(made.run(x.clone()), wanted)
+        assert_close(made.run_split(x.clone()), wanted)
+    return made
+
+
+@pytest.mark.parametrize("make", [nn.Linear, Product])
+@pytest.mark.parametrize("function", MERGED_ROWS)
+def test_layers_of_the_same_rows_become_one(function: Callable[..., Any], make: Any) -> None:
+    made = assert_merges_rows(function, 1, **rows(make))
+    widths = {attention: 30, attention_by_hand: 30, gated: 24, returned: 24}
+    assert widths[function] <= max(site.made for site in made.sites)
+
+
+def _written(m: Any, x: Tensor) -> Tensor:
+    q = m.q(x)
+    q.view(-1).mul_(2)
+    return q + m.k(x)
+
+
+@torch.library.custom_op("test_siblings::look", mutates_args=())
+def look(x: Tensor) -> Tensor:
+    return x * x.stride(0)
+
+
+@look.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+APART_ROWS: dict[str, Callable[..., Any]] = {
+    "other rows": lambda m, x: m.q(x) + m.k(x + 1),
+    "views across rows": lambda m, x: m.q(x).view(2, 60).sum() + m.k(x).view(2, 60).sum(),
+    "views of views across rows": lambda m, x: (
+        m.q(x).view(10, 12).view(120) * m.k(x).view(10, 12).view(120)
+    ),
+    "written": _written,
+    "read as memory": lambda m, x: look(m.q(x)) + look(m.k(x)),
+    "read by a layer": lambda m, x: m.end(m.v(x)) + m.end(m.u(x)),
+}
+
+
+@pytest.mark.parametrize("name", APART_ROWS)
+def test_rows_that_have_to_lie_one_after_another_stay_apart(name: str) -> None:
+    assert_merges_rows(APART_ROWS[name], 0, **rows(), u=nn.Linear(8, 6))
+
+
+@pytest.mark.parametrize(
+    ("us", "is_merged"), [(2.0, True), (5.4, True), (5.6, False)], ids=["short", "half", "longer"]
+)
+def test_layers_of_rows_are_merged_if_that_takes_about_half_as_long_as_their_sum(
+    us: float, is_merged: bool
+) -> None:
+    parts = [Site((5, 8, 1, 1), made, Window((1, 1)), "float16", "linear") for made in (4, 6, 7)]
+    group = Siblings(tuple(parts))
+    tried = [tuned(parts[0], 3.0), tuned(parts[1], 3.0), tuned(parts[2], 4.0), tuned(group.whole, us)]
+    choice = chosen_for(dict.fromkeys(parts, 1), {group: 1}, {one.site: one for one in tried})
+    (one,) = (one for one, _ in choice if one.site == str(group))
+    assert (one.chosen, one.kind) == (MERGED if is_merged else APART, "linear")
+    assert str(group) == "5×8 float16 to 4+6+7 linear"
 
 
 def test_merging_leaves_other_layers_what_they_are() -> None:

@@ -212,6 +212,49 @@ class Inception(nn.Module):
         return self.head(x.amax((2, 3)))
 
 
+class Attention(nn.Module):
+    """Blocks whose queries, keys and values come from the same rows; the first queries are returned."""
+
+    def __init__(self, blocks: int = 2, width: int = 64) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({name: nn.Linear(width, width) for name in ("q", "k", "v", "out")})
+            for _ in range(blocks)
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        returned = []
+        for block in self.blocks:
+            q, k, v = (block[name](x) for name in ("q", "k", "v"))
+            returned.append(q)
+            heads = [one.unflatten(-1, (4, -1)).transpose(1, 2) for one in (q, k, v)]
+            found = nn.functional.scaled_dot_product_attention(*heads)
+            x = x + block["out"](found.transpose(1, 2).flatten(2))
+        return x, returned[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("always", [False, True], ids=["by time", "merged"])
+def test_merged_layers_of_rows_give_what_eager_gives(
+    dtype: torch.dtype, always: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if always:
+        monkeypatch.setattr(tuning, "_AS_LONG", float("inf"))
+    model = Attention().to("cuda", dtype).eval()
+
+    def rows() -> Tensor:
+        return torch.randn(2, 40, 64, device="cuda", dtype=dtype)
+
+    with nimble.compile(model, (rows(),), strict=True) as fast:
+        assert_matches(fast, model, lambda: (rows(),))
+        assert_fused(fast)
+        (group,) = (one for one in kernels_of(fast) if "64+64+64" in one["site"])
+        assert group["count"] == 2
+        assert group["chosen"] == MERGED or not always
+        x = rows()
+        assert [one.stride() for one in fast(x)] == [one.stride() for one in model(x)]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("always", [False, True], ids=["by time", "merged"])
 def test_merged_layers_give_what_eager_gives(

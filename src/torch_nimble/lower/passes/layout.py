@@ -105,7 +105,7 @@ def lay_out_weights(graph: fx.Graph, constants: frozenset[str]) -> int:
 def reads_layouts(graph: fx.Graph) -> bool:
     """Whether operators give other results where memory lies in another way."""
     return any(
-        node.target in _LAYOUT_READERS or (_is_foreign(node) and writes(node)) for node in graph.nodes
+        node.target in _LAYOUT_READERS or (is_foreign(node) and writes(node)) for node in graph.nodes
     )
 
 
@@ -141,7 +141,7 @@ def _is_seen_written(node: fx.Node, alone: set[fx.Node]) -> bool:
     return True
 
 
-def _is_foreign(node: fx.Node) -> bool:
+def is_foreign(node: fx.Node) -> bool:
     """Whether it is an operator of somebody's own, which may read memory as it lies."""
     return getattr(node.target, "namespace", "aten") not in _KNOWN
 
@@ -149,7 +149,7 @@ def _is_foreign(node: fx.Node) -> bool:
 def _restore_arguments(graph: fx.Graph) -> None:
     """Let operators that are not torch's have images with the strides that eager gives them."""
     for node in list(graph.nodes):
-        if node.op == "call_function" and _is_foreign(node):
+        if node.op == "call_function" and is_foreign(node):
             for value in node.all_input_nodes:
                 known = value.meta.get("val")
                 if isinstance(known, torch.Tensor) and 0 not in known.stride():

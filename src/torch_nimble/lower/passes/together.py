@@ -1,21 +1,24 @@
 """Layers that can be one.
 
-`find_siblings` looks for convolutions that read the same image, `merge` makes one of them. Whether that
-pays is not decided here.
+`find_siblings` looks for convolutions that read the same image, and for linear layers that read the same
+rows, such as those of queries, keys and values. `merge` makes one of them. Whether that pays is not
+decided here.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from torch_nimble.kernels.sites import Siblings
+from torch_nimble.kernels.sites import OF_ROWS, Siblings
+from torch_nimble.lower.passes.guard import writes
 from torch_nimble.lower.passes.layers import Found, Writes, is_addressable, put, shape_of
+from torch_nimble.lower.passes.layout import is_foreign, keeps_layouts, reshape, with_strides
 
 _aten = torch.ops.aten
 _READ_PARTS = frozenset(
@@ -26,28 +29,34 @@ _READ_PARTS = frozenset(
         _aten.avg_pool2d.default,
     ]
 )
-"""Besides our kernels."""
+"""What can read some channels of an image, besides our kernels."""
+_RESHAPES = (_aten.view.default, _aten._unsafe_view.default, reshape)
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Convolutions of one image that can become one."""
+    """Layers of one image that can become one."""
 
     siblings: Siblings
     members: tuple[Found, ...]
 
 
 def find_siblings(graph: fx.Graph, sites: Sequence[Found]) -> list[Group]:
-    """Convolutions of one image that differ in their weights only.
+    """Layers of one image that differ in their weights only.
 
-    What reads their results must be able to take channels of a larger image as well.
+    What reads their results must be able to take a part of a larger one as well.
     """
     written, layers = Writes(graph), {found.nodes[0]: found for found in sites}
+    may_lie_apart = not keeps_layouts(graph)
     alike: dict[Any, list[Found]] = {}
     for found in sites:
-        if found.site.kind != "dense" or found.site.adds:
-            continue
-        if not all(user in layers or user.target in _READ_PARTS for user in found.nodes[-1].users):
+        users = found.nodes[-1].users
+        if found.site.kind in OF_ROWS:
+            is_alone = not layers.keys() & users.keys()
+            can_be_part = may_lie_apart and is_alone and _can_read_rows(users, _apart(found))
+        else:
+            can_be_part = all(user in layers or user.target in _READ_PARTS for user in users)
+        if not can_be_part or found.site.kind == "depthwise" or found.site.adds:
             continue
         group = alike.setdefault((found.x, replace(found.site, made=1)), [])
         if not group or not written.between(group[0].nodes[0], found.nodes[0]):
@@ -67,13 +76,52 @@ def find_siblings(graph: fx.Graph, sites: Sequence[Found]) -> list[Group]:
     return groups
 
 
+def _apart(found: Found) -> torch.Tensor:
+    """What layers of rows make, its rows further apart than they are long."""
+    value: torch.Tensor = found.nodes[-1].meta["val"]
+    *rows, made = value.shape
+    return value.new_empty((*rows, made + 1))[..., :made]
+
+
+def _can_read_rows(users: Iterable[fx.Node], part: torch.Tensor) -> bool:
+    """Whether all of these can use that instead of something whose rows lie one after another.
+
+    Views of it have to be possible. What copies and computes can read anything, if it is torch's own.
+    """
+    return all(_can_read(user, part) for user in users)
+
+
+def _can_read(user: fx.Node, part: torch.Tensor) -> bool:
+    if user.op == "output":
+        return True
+    if writes(user) or is_foreign(user):
+        return False
+    if user.target is with_strides:
+        return not any(map(is_foreign, user.users))
+    returns = getattr(getattr(user.target, "_schema", None), "returns", ())
+    if user.target not in _RESHAPES and not any(result.alias_info for result in returns):
+        return True
+    if len(user.all_input_nodes) != 1 or user.all_input_nodes[0] is not user.args[0]:
+        return False
+    view = _aten.view.default if user.target in _RESHAPES else user.target
+    try:
+        made = view(part, *user.args[1:], **user.kwargs)  # type: ignore[operator]
+    except (RuntimeError, ValueError):
+        return False
+    return isinstance(made, torch.Tensor) and _can_read_rows(user.users, made)
+
+
 def merge(graph: fx.Graph, group: Sequence[Found]) -> None:
-    """One convolution instead of several, and parts of its result instead of theirs."""
+    """One layer instead of several, and parts of its result instead of theirs."""
     layer, *rest = group[0].nodes
+    site = group[0].site
     image, value = group[0].x.meta["val"], group[0].nodes[-1].meta["val"]
     made = sum(found.site.made for found in group)
-    size = (value.shape[0], made, *value.shape[2:])
-    result = value.new_empty(size).contiguous(memory_format=torch.channels_last)
+    has_rows = site.kind in OF_ROWS
+    where, along = value.dim() - 1 if has_rows else 1, 1 if site.kind == "product" else 0
+    size = (*value.shape[:where], made, *value.shape[where + 1 :])
+    lies = torch.contiguous_format if has_rows else torch.channels_last
+    result = value.new_empty(size).contiguous(memory_format=lies)
 
     def larger(node: fx.Node, *args: Any) -> fx.Node:
         """What a node of the first one does, for all."""
@@ -81,29 +129,34 @@ def merge(graph: fx.Graph, group: Sequence[Found]) -> None:
         made.meta = {**node.meta, "val": result}
         return made
 
-    def joined(constants: Sequence[Any], *shape: int) -> fx.Node | None:
+    def joined(constants: Sequence[Any], along: int, shape: Sequence[int]) -> fx.Node | None:
         if constants[0] is None:
             return None
         for constant in constants:
             _hoist(constant, layer)
-        node = graph.call_function(_aten.cat.default, (list(constants), 0))
-        node.meta["val"] = image.new_empty((made, *shape))
+        node = graph.call_function(_aten.cat.default, (list(constants), along))
+        node.meta["val"] = image.new_empty((*shape[:along], made, *shape[along + 1 :]))
         return node
 
     with graph.inserting_before(layer):
-        weight = joined([one.weight for one in group], *(shape_of(group[0].weight) or ())[1:])
-        bias = joined([one.bias for one in group])
-        whole = larger(layer, layer.args[0], weight, bias, *layer.args[3:])
+        weight = joined([one.weight for one in group], along, shape_of(group[0].weight) or ())
+        bias = joined([one.bias for one in group], 0, (made,))
+        wider = {group[0].weight: weight, group[0].bias: bias}
+        whole = larger(layer, *(_instead(argument, wider) for argument in layer.args))
         for node in rest:
             whole = larger(node, whole, *node.args[1:])
         ends = list(itertools.accumulate(found.site.made for found in group))
         parts = []
         for found, start, end in zip(group, [0, *ends], ends, strict=False):
-            part = graph.call_function(_aten.slice.Tensor, (whole, 1, start, end))
-            part.meta = {**found.nodes[-1].meta, "val": result[:, start:end]}
+            part = graph.call_function(_aten.slice.Tensor, (whole, where, start, end))
+            part.meta = {**found.nodes[-1].meta, "val": result.narrow(where, start, end - start)}
             parts.append(part)
     for found, part in zip(group, parts, strict=True):
         put(graph, part, found.nodes)
+
+
+def _instead(argument: Any, wider: dict[Any, Any]) -> Any:
+    return wider.get(argument, argument) if isinstance(argument, fx.Node) else argument
 
 
 def _hoist(constant: Any, before: fx.Node) -> None:
