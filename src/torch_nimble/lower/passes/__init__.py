@@ -13,6 +13,7 @@ from torch import fx
 from torch_nimble.lower.passes.fold import fold_batch_norm
 from torch_nimble.lower.passes.guard import drop_checks, protect_results
 from torch_nimble.lower.passes.layout import lay_out_weights, use_channels_last
+from torch_nimble.lower.passes.masks import drop_masks
 from torch_nimble.lower.passes.merge import merge_equal
 from torch_nimble.lower.passes.pack import pack_convolutions
 from torch_nimble.lower.passes.split import split_gradients
@@ -35,6 +36,7 @@ PASSES: dict[Layout, tuple[Pass, ...]] = {
 FUSED_PASSES: dict[Layout, tuple[Pass, ...]] = {
     "as captured": (
         drop_checks,
+        drop_masks,
         fold_batch_norm,
         split_gradients,
         merge_equal,
@@ -42,6 +44,7 @@ FUSED_PASSES: dict[Layout, tuple[Pass, ...]] = {
     ),
     "channels-last": (
         drop_checks,
+        drop_masks,
         fold_batch_norm,
         split_gradients,
         merge_equal,

@@ -1,0 +1,71 @@
+"""Masks of attention that hide nothing.
+
+Libraries leave such a mask out, but not while they are traced, when they cannot ask what is in it.
+Without one attention is a kernel of its own; with one it may become several.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from torch_nimble.lower.passes.guard import writes_values
+
+_aten = torch.ops.aten
+_ATTENTION = _aten.scaled_dot_product_attention.default
+_MASK, _PLACE = "attn_mask", 3
+_KNOWN = ("aten", "prims")
+
+
+def drop_masks(graph: fx.Graph, constants: frozenset[str]) -> int:
+    """Take away masks that depend on nothing and hide nothing; how many went.
+
+    Nothing is done where operators write values of the graph.
+    """
+    attentions = graph.find_nodes(op="call_function", target=_ATTENTION)
+    if not attentions or writes_values(graph):
+        return 0
+    free = _free(graph)
+    known: dict[fx.Node, Any] = {}
+    dropped = 0
+    for node in attentions:
+        mask = node.args[_PLACE] if len(node.args) > _PLACE else node.kwargs.get(_MASK)
+        if mask in free and _hides_nothing(_value(mask, known)):
+            if len(node.args) > _PLACE:
+                node.update_arg(_PLACE, None)
+            else:
+                node.update_kwarg(_MASK, None)
+            dropped += 1
+    return dropped
+
+
+def _free(graph: fx.Graph) -> set[Any]:
+    """What depends on no input and no constant of the model, and is the same each time."""
+    free: set[Any] = set()
+    for node in graph.nodes:
+        if (
+            node.op == "call_function"
+            and isinstance(node.target, torch._ops.OpOverload)
+            and node.target.namespace in _KNOWN
+            and torch.Tag.nondeterministic_seeded not in node.target.tags
+            and free.issuperset(node.all_input_nodes)
+        ):
+            free.add(node)
+    return free
+
+
+def _value(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
+    """What a node that depends on nothing gives."""
+    if node not in known:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: _value(source, known))
+        known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    return known[node]
+
+
+def _hides_nothing(mask: Any) -> bool:
+    """Whether it lets everything be seen, or adds zero to everything."""
+    if not isinstance(mask, torch.Tensor):
+        return False
+    return bool(mask.all()) if mask.dtype == torch.bool else not bool(mask.any())
