@@ -157,7 +157,7 @@ def bench(
         str,
         typer.Option(
             help="Of eager, cudagraph, compile, reduce-overhead, max-autotune, xla, onnxruntime, "
-            "nimble-serial, with commas."
+            "nimble-serial, nimble-full, with commas."
         ),
     ] = "",
     measure: Annotated[

@@ -30,6 +30,7 @@ _COLOURS = {
     "xla": ("#10936c", "#2bb18a"),
     "onnxruntime": ("#b97aa0", "#cc8fb5"),
     "nimble-serial": ("#f0b35a", "#d99a3c"),
+    "nimble-full": ("#8a3405", "#ffab7a"),
     "nimble": ("#d4540c", "#ff8038"),
     "published": ("none", "none"),
     "first": ("#d4540c", "#ff8038"),

@@ -25,6 +25,7 @@ SYSTEMS = (
     "xla",
     "onnxruntime",
     "nimble-serial",
+    "nimble-full",
     "nimble",
 )
 """All that can be measured, in the order of tables and plots."""

@@ -193,6 +193,10 @@ def _nimble_serial(subject: Subject, sample: Inputs) -> Call:
     return _engine(subject, sample, {"planner": schedule.serial})
 
 
+def _nimble_full(subject: Subject, sample: Inputs) -> Call:
+    return _engine(subject, sample, {"tune": "full"})
+
+
 def _engine(subject: Subject, sample: Inputs, options: dict[str, Any]) -> Call:
     args, kwargs = sample
     made: Call = nimble.compile(subject.model, args=args, kwargs=kwargs, **options)
@@ -209,6 +213,7 @@ BY_NAME: dict[str, System] = {
     "xla": System(_xla, _BOTH, serves_many_sizes=False),
     "onnxruntime": System(_onnxruntime, ("cpu",), serves_many_sizes=False),
     "nimble-serial": System(_nimble_serial, _BOTH),
+    "nimble-full": System(_nimble_full),
     "nimble": System(_nimble, _BOTH),
 }
 assert tuple(BY_NAME) == SYSTEMS
