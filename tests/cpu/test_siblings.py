@@ -191,7 +191,7 @@ class Product(nn.Module):
 
 
 def rows(make: Callable[[int, int], nn.Module] = nn.Linear) -> dict[str, nn.Module]:
-    return {"q": make(8, 12), "k": make(8, 12), "v": make(8, 6), "end": nn.Linear(6, 3)}
+    return {"q": make(8, 12), "k": make(8, 12), "v": make(8, 12), "end": nn.Linear(12, 3)}
 
 
 def attention(m: Any, x: Tensor) -> Tensor:
@@ -201,9 +201,9 @@ def attention(m: Any, x: Tensor) -> Tensor:
 
 def attention_by_hand(m: Any, x: Tensor) -> Tensor:
     q, k = (layer(x).view(2, 5, 3, 4).transpose(1, 2) for layer in (m.q, m.k))
-    v = m.v(x).reshape(2, 5, 3, 2).transpose(1, 2)
+    v = m.v(x).reshape(2, 5, 3, 4).transpose(1, 2)
     weights = torch.softmax(q @ k.transpose(-1, -2) / 2, -1)
-    return m.end((weights @ v).transpose(1, 2).reshape(2, 5, 6))
+    return m.end((weights @ v).transpose(1, 2).reshape(2, 5, 12))
 
 
 def gated(m: Any, x: Tensor) -> Tensor:
@@ -242,7 +242,7 @@ def assert_merges_rows(function: Callable[..., Any], merging: int, **layers: nn.
 @pytest.mark.parametrize("function", MERGED_ROWS)
 def test_layers_of_the_same_rows_become_one(function: Callable[..., Any], make: Any) -> None:
     made = assert_merges_rows(function, 1, **rows(make))
-    widths = {attention: 30, attention_by_hand: 30, gated: 24, returned: 24}
+    widths = {attention: 36, attention_by_hand: 36, gated: 24, returned: 24}
     assert widths[function] <= max(site.made for site in made.sites)
 
 
@@ -262,6 +262,14 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
+def _flat(x: Tensor) -> Tensor:
+    return x.view(2, 60)
+
+
+def _same(x: Tensor) -> Tensor:
+    return torch.einsum("bsm->bsm", x)
+
+
 APART_ROWS: dict[str, Callable[..., Any]] = {
     "other rows": lambda m, x: m.q(x) + m.k(x + 1),
     "views across rows": lambda m, x: m.q(x).view(2, 60).sum() + m.k(x).view(2, 60).sum(),
@@ -271,12 +279,85 @@ APART_ROWS: dict[str, Callable[..., Any]] = {
     "written": _written,
     "read as memory": lambda m, x: look(m.q(x)) + look(m.k(x)),
     "read by a layer": lambda m, x: m.end(m.v(x)) + m.end(m.u(x)),
+    "not aligned": lambda m, x: m.odd(x) * m.also(x),
+    "a view that no schema shows": lambda m, x: _flat(m.q(x).type_as(x)) + _flat(m.k(x).type_as(x)),
+    "a view of a sum of products": lambda m, x: _flat(_same(m.q(x))) + _flat(_same(m.k(x))),
+    "copied where it was not": lambda m, x: m.q(x).reshape(2, 60) + m.k(x).reshape(2, 60),
 }
 
 
 @pytest.mark.parametrize("name", APART_ROWS)
 def test_rows_that_have_to_lie_one_after_another_stay_apart(name: str) -> None:
-    assert_merges_rows(APART_ROWS[name], 0, **rows(), u=nn.Linear(8, 6))
+    assert_merges_rows(
+        APART_ROWS[name], 0, **rows(), u=nn.Linear(8, 12), odd=nn.Linear(8, 9), also=nn.Linear(8, 9)
+    )
+
+
+def test_weights_that_are_drawn_are_drawn_in_their_order() -> None:
+    def noisy(m: Any, x: Tensor) -> Any:
+        layers = (m.q, m.k, m.v)
+        return tuple(
+            F.linear(x, layer.weight + torch.randn_like(layer.weight), torch.rand_like(layer.bias))
+            for layer in layers
+        )
+
+    model = Model(noisy, **rows()).eval()
+    captured = captured_of(model, torch.randn(2, 5, 8))
+    graph, names = passed(captured)
+    assert not layers_pass.find_sites(graph, names)
+
+
+class Weights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.randn(8, 8)) for _ in range(2))
+
+
+def _of_themselves(m: Any, x: Tensor) -> Tensor:
+    return (F.linear(m.w.a, m.w.a).sum() + F.linear(m.w.a, m.w.b).sum()) * x
+
+
+def _multiplied(m: Any, x: Tensor) -> Tensor:
+    return (torch.mm(m.w.a, m.w.a).sum() + torch.mm(m.w.a, m.w.b).sum()) * x
+
+
+@pytest.mark.parametrize("function", [_of_themselves, _multiplied])
+def test_what_is_read_may_be_a_weight_too(function: Callable[..., Any]) -> None:
+    assert_merges_rows(function, 1, w=Weights())
+
+
+def test_merging_adds_nothing_to_other_layers() -> None:
+    """Whose sums depend on a weight then that they did not depend on before."""
+
+    def summed(m: Any, x: Tensor) -> Tensor:
+        a, b = m.q(x), m.k(x)
+        return (m.s(a * 1) + m.k.weight) * b
+
+    model = Model(summed, **{name: nn.Linear(8, 8) for name in "qks"}).eval()
+    captured = captured_of(model, torch.randn(8, 8))
+    sites, groups = find_layers(captured)
+    graph, names = passed(captured)
+    chosen = {str(group): MERGED for group in groups}
+    select.use_kernels(graph, names, chosen)
+    left = {str(found.site) for found in layers_pass.find_sites(graph, names)}
+    assert len(groups) == 1
+    assert left == {str(site) for site in (*sites, *(group.whole for group in groups))}
+
+
+def test_groups_of_one_name_are_merged_if_all_can_be() -> None:
+    parts = [Site((1, 8, 5, 5), made, Window((1, 1)), "float16") for made in (4, 4)]
+    readable, other = (Site((1, 4, 5, 5), made, Window((3, 3)), "float16") for made in (3, 5))
+    free, bound = Siblings(tuple(parts), (readable,)), Siblings(tuple(parts), (other,))
+    tried = [tuned(parts[0], 3.0), tuned(free.whole, 2.0), tuned(readable, 4.0)]
+    tried.append(tuned(other, 4.0, LIBRARY))
+    found = {one.site: one for one in tried}
+    for groups, is_merged in (({free: 1}, True), ({free: 1, bound: 2}, False), ({bound: 2}, False)):
+        count = sum(groups.values())
+        sites = {parts[0]: 2 * count}
+        choice = {t.site: (t.chosen, n) for t, n in chosen_for(sites, groups, found)}
+        assert choice[str(free)] == (MERGED if is_merged else APART, count)
+        assert choice.get(str(parts[0]), (None, 0))[1] == (0 if is_merged else 2 * count)
+        assert bool(reading_parts(groups, found)) == is_merged
 
 
 @pytest.mark.parametrize(

@@ -532,21 +532,22 @@ def test_layers_of_one_kind_are_tried_once_and_counted(device: CudaDevice, tried
 
 
 @pytest.mark.parametrize(("made", "fits"), [(CACHE // 16, True), (CACHE // 16 + 4, False)])
+@pytest.mark.parametrize("table", [nn.Embedding, nn.EmbeddingBag])
 def test_weights_that_do_not_fit_into_the_cache_are_timed_from_memory(
-    device: CudaDevice, tried: Tried, made: int, fits: bool
+    device: CudaDevice, tried: Tried, table: Any, made: int, fits: bool
 ) -> None:
     """Tables that rows are looked up in are not counted."""
 
     class Looked(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.table, self.layer = nn.Embedding(CACHE, 3), nn.Linear(3, made)
+            self.table, self.layer = table(CACHE, 3), nn.Linear(3, made)
 
         def forward(self, x: Tensor) -> Tensor:
             found: Tensor = self.layer(self.table(x))
             return found
 
-    captured, _, _ = captured_of(Looked().eval(), torch.tensor([1, 2]))
+    captured, _, _ = captured_of(Looked().eval(), torch.tensor([[1, 2]]))
     assert captured.bytes_read() == 16 * made
     device.choose_kernels(captured, Options(), [])
     assert [name for name, _ in tried] == ["fast" if fits else f"fast {2 * CACHE}"]

@@ -56,7 +56,8 @@ def launch(
                         process.wait()
                     watched.end()
         found = _read(result)
-        found.pop("stage", None)
+        for own in ("stage", "asked"):
+            found.pop(own, None)
         if reason:
             found["error"] = f"{reason}: {log.read_text(errors='replace')[-2000:].strip()}"
         return found

@@ -16,7 +16,10 @@ _POLL_S = 0.05
 
 
 class Reporter:
-    """Writes what was found to a file; `turns` is the file of the lock that processes share, if any."""
+    """Writes what was found to a file; `turns` is the file of the lock that processes share, if any.
+
+    For one thread.
+    """
 
     def __init__(self, out: Path, turns: str) -> None:
         self._out = out

@@ -43,6 +43,8 @@ MODEL_LOCK = threading.RLock()
 _aten = torch.ops.aten
 _LOOK_UPS = (
     _aten.embedding.default,
+    _aten.embedding_bag.default,
+    _aten.embedding_bag.padding_idx,
     _aten._embedding_bag.default,
     _aten._embedding_bag_forward_only.default,
     _aten.index.Tensor,

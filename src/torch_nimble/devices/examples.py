@@ -88,6 +88,7 @@ class Example:
             None if bias is None else bias.reshape(-1, site.made)[-1].to(self._dtype)
             for _, _, bias, _ in self.tensors
         ]
+        self._laid_out: dict[bool, list[Tensor]] = {}
         self._check = _Check(self._part(torch.double), self._part(self._dtype))
 
     def _part(self, dtype: torch.dtype) -> Tensor:
@@ -133,7 +134,10 @@ class Example:
         site = self.site
         window = list(site.window.numbers())
         rounded = Way.parse(config).precision == "tf32"
-        laid_out = [lay_out(weight, site.kind, rounded) for _, weight, *_ in self.tensors]
+        if rounded not in self._laid_out:  # the same for all configs: with many sets they are large
+            weights = [weight for _, weight, *_ in self.tensors]
+            self._laid_out[rounded] = [lay_out(weight, site.kind, rounded) for weight in weights]
+        laid_out = self._laid_out[rounded]
 
         def run(number: int) -> Tensor:
             x, _, bias, added = self.tensors[number]

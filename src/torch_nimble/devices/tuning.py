@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 
 import torch_nimble.kernels
-from torch_nimble.devices import examples
+from torch_nimble.devices import examples, replays
 from torch_nimble.devices.examples import Example
 from torch_nimble.devices.replays import Replayed, Replays
 from torch_nimble.errors import PlanError
@@ -96,14 +96,26 @@ def chosen_for(
     sites: Mapping[Site, int], groups: Mapping[Siblings, int], found: Mapping[str, Tuned]
 ) -> Tuning:
     """What was found for the layers of a model, and how many are left of each kind."""
-    left, together = Counter(sites), list[tuple[Tuned, int]]()
+    left, merging = Counter(sites), _decided(groups, found)
+    counts = Counter[str]()
     for group, count in groups.items():
-        tuned = _merging(group, found)
-        together.append((tuned, count))
-        if tuned.chosen == MERGED:
+        counts[str(group)] += count
+        if merging[str(group)].chosen == MERGED:
             left.subtract({site: count * number for site, number in Counter(group.sites).items()})
             left[group.whole] += count
-    return (*((found[str(site)], count) for site, count in left.items() if count > 0), *together)
+    single = ((found[str(site)], count) for site, count in left.items() if count > 0)
+    return (*single, *((merging[name], count) for name, count in counts.items()))
+
+
+def _decided(groups: Iterable[Siblings], found: Mapping[str, Tuned]) -> dict[str, Tuned]:
+    """Whether to merge, by the names of groups: all of a name are, or none is."""
+    decided: dict[str, Tuned] = {}
+    for group in groups:
+        tuned = _merging(group, found)
+        if tuned.chosen == APART:
+            decided[str(group)] = tuned
+        decided.setdefault(str(group), tuned)
+    return decided
 
 
 def _merging(group: Siblings, found: Mapping[str, Tuned]) -> Tuned:
@@ -132,10 +144,12 @@ def _least_us(tuned: Tuned) -> float:
 
 def reading_parts(groups: Iterable[Siblings], found: Mapping[str, Tuned]) -> dict[str, str]:
     """The kernels that read a part of what merged layers make, by names as `compile_chosen` has."""
+    groups = list(groups)
+    merging = _decided(groups, found)
     return {
         f"{reader}{_AMONG}{group.whole.made}": found[str(reader)].chosen
         for group in groups
-        if _merging(group, found).chosen == MERGED
+        if merging[str(group)].chosen == MERGED
         for reader in group.readers
     }
 
@@ -189,9 +203,9 @@ def _try_all(
     for site in sites:  # meanwhile libraries load what they need, which takes them as long
         Example(site, device).library(0)
     compiled()
-    replays = Replays(device, swept)
+    stage = Replays(device, swept)
     for site, tried in plans.items():
-        yield _try_one(Example(site, device, swept, _CALLS), tried, replays)
+        yield _try_one(Example(site, device, swept, _CALLS), tried, stage)
 
 
 def _compiling(
@@ -202,16 +216,16 @@ def _compiling(
     return inductor.in_workers(compile_ahead, [(*kernel, *where) for kernel in kernels])
 
 
-def _try_one(example: Example, tried: Iterable[str], replays: Replays) -> Tuned:
+def _try_one(example: Example, tried: Iterable[str], stage: Replays) -> Tuned:
     """Check and time the candidates of a site."""
     site, refused = example.site, dict[str, str]()
-    runs: dict[str, Replayed] = {LIBRARY: replays.of(_several(example.library, example.sets))}
+    runs: dict[str, Replayed] = {LIBRARY: stage.of(_several(example.library, example.sets))}
     for config in tried:
         run = example.ours(config)
         try:
             reason = example.fault(run)
             if not reason:
-                runs[config] = replays.of(_several(run, example.sets))
+                runs[config] = stage.of(_several(run, example.sets))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -253,8 +267,9 @@ def _file() -> Path:
 def _machine() -> str:
     """All that a time depends on besides the site."""
     digest = hashlib.sha256("\n".join(surroundings()).encode())
-    own = [Path(__file__), Path(examples.__file__)]
-    for path in [*sorted(Path(torch_nimble.kernels.__file__).parent.glob("*.py")), *own]:
+    own = [Path(str(module.__file__)) for module in (examples, replays)]
+    kernels = sorted(Path(torch_nimble.kernels.__file__).parent.glob("*.py"))
+    for path in [*kernels, Path(__file__), *own]:
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -88,7 +88,7 @@ class _Search:
         for node in graph.nodes:
             inputs = node.all_input_nodes
             made = node.op == "call_function" and inputs and self._constant.issuperset(inputs)
-            if node.name in constants or made:
+            if node.name in constants or (made and not _is_mutable(node) and not _draws(node)):
                 self._constant.add(node)
 
     def at(self, node: fx.Node) -> Found | None:
@@ -183,7 +183,7 @@ class _Search:
         if sum_.target is _aten.add_.Tensor and first is not node:
             return None
         other = second if first is node else first
-        if not isinstance(other, fx.Node) or other is node:
+        if not isinstance(other, fx.Node) or other is node or other in self._constant:
             return None
         value, wanted = other.meta.get("val"), node.meta["val"]
         if not isinstance(value, torch.Tensor):
@@ -292,6 +292,11 @@ def _is_mutable(node: fx.Node) -> bool:
     return schema is not None and bool(schema.is_mutable)
 
 
+def _draws(node: fx.Node) -> bool:
+    """Whether an operator draws random numbers, which come in an order."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
 def put(graph: fx.Graph, made: fx.Node, nodes: Sequence[fx.Node]) -> None:
     """Let a node stand where others were, which are in the order in which they are computed."""
     nodes[-1].replace_all_uses_with(made)
@@ -306,3 +311,10 @@ def operands(layer: fx.Node) -> tuple[Any, Any, Any]:
         return x, weight, bias
     x, weight, bias = (*layer.args, None)[:3]
     return x, weight, bias
+
+
+def with_operands(layer: fx.Node, weight: fx.Node | None, bias: fx.Node | None) -> tuple[Any, ...]:
+    """The arguments of a layer, with another weight and bias."""
+    if layer.target is _aten.addmm.default:
+        return (bias, layer.args[1], weight)
+    return (layer.args[0], weight, bias, *layer.args[3:])[: len(layer.args)]

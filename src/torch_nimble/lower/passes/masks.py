@@ -1,7 +1,8 @@
 """Masks of attention that hide nothing.
 
-Libraries leave such a mask out, but not while they are traced, when they cannot ask what is in it.
-Without one attention is a kernel of its own; with one it may become several.
+Libraries leave such a mask out, but not while they are traced, when they cannot ask what is in it. In
+half precision there is a kernel for attention that takes none; with one it may become several kernels.
+Float32 has no such kernel.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ _aten = torch.ops.aten
 _ATTENTION = _aten.scaled_dot_product_attention.default
 _MASK, _PLACE = "attn_mask", 3
 _KNOWN = ("aten", "prims")
+_HALVES = (torch.float16, torch.bfloat16)
 
 
 def drop_masks(graph: fx.Graph, constants: frozenset[str]) -> int:
-    """Take away masks that depend on nothing and hide nothing; how many went.
+    """Take away masks of half precision that depend on nothing and hide nothing; how many went.
 
     Nothing is done where operators write values of the graph.
     """
@@ -32,7 +34,7 @@ def drop_masks(graph: fx.Graph, constants: frozenset[str]) -> int:
     dropped = 0
     for node in attentions:
         mask = node.args[_PLACE] if len(node.args) > _PLACE else node.kwargs.get(_MASK)
-        if mask in free and _hides_nothing(_value(mask, known)):
+        if node.meta["val"].dtype in _HALVES and mask in free and _hides_nothing(_value(mask, known)):
             if len(node.args) > _PLACE:
                 node.update_arg(_PLACE, None)
             else:

@@ -8,7 +8,8 @@ decided here.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,14 @@ from torch import fx
 
 from torch_nimble.kernels.sites import OF_ROWS, Siblings
 from torch_nimble.lower.passes.guard import writes
-from torch_nimble.lower.passes.layers import Found, Writes, is_addressable, put, shape_of
+from torch_nimble.lower.passes.layers import (
+    Found,
+    Writes,
+    is_addressable,
+    put,
+    shape_of,
+    with_operands,
+)
 from torch_nimble.lower.passes.layout import is_foreign, keeps_layouts, reshape, with_strides
 
 _aten = torch.ops.aten
@@ -30,7 +38,9 @@ _READ_PARTS = frozenset(
     ]
 )
 """What can read some channels of an image, besides our kernels."""
-_RESHAPES = (_aten.view.default, _aten._unsafe_view.default, reshape)
+_RESHAPES = (_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
+_ALIGNED = 16
+"""Bytes that kernels of libraries read at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,15 +58,18 @@ def find_siblings(graph: fx.Graph, sites: Sequence[Found]) -> list[Group]:
     """
     written, layers = Writes(graph), {found.nodes[0]: found for found in sites}
     may_lie_apart = not keeps_layouts(graph)
+    images = Counter(found.x for found in sites)
     alike: dict[Any, list[Found]] = {}
     for found in sites:
+        if images[found.x] == 1 or found.site.kind == "depthwise" or found.site.adds:
+            continue
         users = found.nodes[-1].users
         if found.site.kind in OF_ROWS:
             is_alone = not layers.keys() & users.keys()
-            can_be_part = may_lie_apart and is_alone and _can_read_rows(users, _apart(found))
+            can_be_part = may_lie_apart and is_alone and _is_aligned(found) and _can_lie_apart(found)
         else:
             can_be_part = all(user in layers or user.target in _READ_PARTS for user in users)
-        if not can_be_part or found.site.kind == "depthwise" or found.site.adds:
+        if not can_be_part:
             continue
         group = alike.setdefault((found.x, replace(found.site, made=1)), [])
         if not group or not written.between(group[0].nodes[0], found.nodes[0]):
@@ -69,46 +82,62 @@ def find_siblings(graph: fx.Graph, sites: Sequence[Found]) -> list[Group]:
             tuple(layers[user].site for user in users if user in layers),
         )
         whole = siblings.whole
-        images, channels, *size = whole.image
-        result = (images, whole.made, *whole.window.size(*size))
+        images_, channels, *size = whole.image
+        result = (images_, whole.made, *whole.window.size(*size))
         if len(members) > 1 and is_addressable(result, (whole.made, channels, *whole.window.kernel)):
             groups.append(Group(siblings, tuple(members)))
     return groups
 
 
-def _apart(found: Found) -> torch.Tensor:
-    """What layers of rows make, its rows further apart than they are long."""
-    value: torch.Tensor = found.nodes[-1].meta["val"]
-    *rows, made = value.shape
-    return value.new_empty((*rows, made + 1))[..., :made]
+def _is_aligned(found: Found) -> bool:
+    """Whether what lies after its result in a larger one can be read as fast as at a beginning."""
+    itemsize: int = found.nodes[-1].meta["val"].element_size()
+    return found.site.made * itemsize % _ALIGNED == 0
 
 
-def _can_read_rows(users: Iterable[fx.Node], part: torch.Tensor) -> bool:
-    """Whether all of these can use that instead of something whose rows lie one after another.
+def _can_lie_apart(found: Found) -> bool:
+    """Whether all that use the result of a layer of rows can use one whose rows lie further apart."""
+    node = found.nodes[-1]
+    *rows, made = node.meta["val"].shape
+    return _can_use(node, node.meta["val"].new_empty((*rows, made + 1))[..., :made], set())
 
-    Views of it have to be possible. What copies and computes can read anything, if it is torch's own.
-    """
-    return all(_can_read(user, part) for user in users)
+
+def _can_use(node: fx.Node, value: Any, seen: set[fx.Node]) -> bool:
+    """Whether all that use a node can use that instead, which has the same values in another place."""
+    for user in node.users:
+        if user.op == "output" or user in seen:
+            continue
+        seen.add(user)
+        if writes(user) or is_foreign(user):
+            return False
+        if user.target is with_strides and any(map(is_foreign, user.users)):
+            return False  # it is there in one of two layouts only
+        target: Any = _aten.view.default if user.target is reshape else user.target
+        try:
+            args, kwargs = fx.map_arg(
+                (user.args, user.kwargs), lambda n: value if n is node else n.meta["val"]
+            )
+            made = target(*args, **kwargs)
+        except Exception:  # a view of it is not possible, or nobody knows what is made
+            return False
+        if target in _RESHAPES and not _shares_memory(made, value):
+            return False  # a copy where there was none
+        if not _lie_alike(made, user.meta.get("val")) and not _can_use(user, made, seen):
+            return False
+    return True
 
 
-def _can_read(user: fx.Node, part: torch.Tensor) -> bool:
-    if user.op == "output":
-        return True
-    if writes(user) or is_foreign(user):
-        return False
-    if user.target is with_strides:
-        return not any(map(is_foreign, user.users))
-    returns = getattr(getattr(user.target, "_schema", None), "returns", ())
-    if user.target not in _RESHAPES and not any(result.alias_info for result in returns):
-        return True
-    if len(user.all_input_nodes) != 1 or user.all_input_nodes[0] is not user.args[0]:
-        return False
-    view = _aten.view.default if user.target in _RESHAPES else user.target
-    try:
-        made = view(part, *user.args[1:], **user.kwargs)  # type: ignore[operator]
-    except (RuntimeError, ValueError):
-        return False
-    return isinstance(made, torch.Tensor) and _can_read_rows(user.users, made)
+def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+
+
+def _lie_alike(made: Any, known: Any) -> bool:
+    """Whether what is made now lies as it did, so that all that follows is as it was."""
+    if isinstance(made, list | tuple) and isinstance(known, list | tuple):
+        return len(made) == len(known) and all(map(_lie_alike, made, known))
+    if isinstance(made, torch.Tensor) and isinstance(known, torch.Tensor):
+        return made.stride() == known.stride()
+    return not isinstance(made, torch.Tensor)
 
 
 def merge(graph: fx.Graph, group: Sequence[Found]) -> None:
@@ -141,8 +170,7 @@ def merge(graph: fx.Graph, group: Sequence[Found]) -> None:
     with graph.inserting_before(layer):
         weight = joined([one.weight for one in group], along, shape_of(group[0].weight) or ())
         bias = joined([one.bias for one in group], 0, (made,))
-        wider = {group[0].weight: weight, group[0].bias: bias}
-        whole = larger(layer, *(_instead(argument, wider) for argument in layer.args))
+        whole = larger(layer, *with_operands(layer, weight, bias))
         for node in rest:
             whole = larger(node, whole, *node.args[1:])
         ends = list(itertools.accumulate(found.site.made for found in group))
@@ -153,10 +181,6 @@ def merge(graph: fx.Graph, group: Sequence[Found]) -> None:
             parts.append(part)
     for found, part in zip(group, parts, strict=True):
         put(graph, part, found.nodes)
-
-
-def _instead(argument: Any, wider: dict[Any, Any]) -> Any:
-    return wider.get(argument, argument) if isinstance(argument, fx.Node) else argument
 
 
 def _hoist(constant: Any, before: fx.Node) -> None:
