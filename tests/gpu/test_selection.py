@@ -213,7 +213,10 @@ class Inception(nn.Module):
 
 
 class Attention(nn.Module):
-    """Blocks whose queries, keys and values come from the same rows; the first queries are returned."""
+    """Blocks whose queries, keys and values come from the same rows; the first queries are returned.
+
+    A gate reads the same rows, and may not move what is read by kernels for attention: it is too narrow.
+    """
 
     def __init__(self, blocks: int = 2, width: int = 64) -> None:
         super().__init__()
@@ -221,15 +224,17 @@ class Attention(nn.Module):
             nn.ModuleDict({name: nn.Linear(width, width) for name in ("q", "k", "v", "out")})
             for _ in range(blocks)
         )
+        self.gate = nn.Linear(width, 3)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         returned = []
         for block in self.blocks:
+            gate = self.gate(x).sum(-1, keepdim=True).sigmoid()
             q, k, v = (block[name](x) for name in ("q", "k", "v"))
             returned.append(q)
             heads = [one.unflatten(-1, (4, -1)).transpose(1, 2) for one in (q, k, v)]
             found = nn.functional.scaled_dot_product_attention(*heads)
-            x = x + block["out"](found.transpose(1, 2).flatten(2))
+            x = x + gate * block["out"](found.transpose(1, 2).flatten(2))
         return x, returned[0]
 
 
