@@ -86,7 +86,7 @@ class Captured:
             node.name
             for node in self.graph.nodes
             if node.op == "placeholder"
-            and all(user.target in _LOOK_UPS and user.args[0] is node for user in node.users)
+            and all(user.target in _LOOK_UPS and user.args[:1] == (node,) for user in node.users)
         }
         found = {name: source.tensor() for name, source in self.constants.items()}
         whole = [t for name, t in found.items() if t is not None and name not in looked_up]
