@@ -74,6 +74,7 @@ class Network:
         }
         measured = {name: us for name, us in replays.items() if us}
         self.measured = self.raced | measured
+        # Whether candidates were raced without anything else on the GPU.
         self.is_calm = all(self.raced.get(name, us) <= CALM * us for name, us in measured.items())
         found = load_target(line["target"], (), DTYPES[line["dtype"]])
         self.graph = fuse(gpu_taskgraph(found.model, found.args, found.kwargs))
@@ -146,7 +147,8 @@ def fitted(networks: Sequence[Network], name: str) -> Gpu:
             rates[family] = fit(works, times, counts)
     # What no network of the record leaves to libraries is taken for a layer of ours.
     rates |= {family: rates["layer"] for family in FAMILIES if family not in rates}
-    rates = {family: one.times(_in_context(networks, rates)) for family, one in rates.items()}
+    longer = _in_context(networks, rates)
+    rates = {family: one.times(longer) for family, one in rates.items()}
     made = [
         Gpu(name, rates, float(wait), float(fills), {})
         for wait, fills in itertools.product(WAITS_US, FILLS)
@@ -162,15 +164,10 @@ def _in_context(networks: Sequence[Network], rates: Mapping[str, Rates]) -> floa
     )
 
 
-def is_calm(network: Network) -> bool:
-    """Whether its candidates were raced without anything else on the GPU."""
-    return network.is_calm
-
-
 def gains_off(networks: Sequence[Network], gpu: Gpu) -> list[float]:
     """By how much what several streams gain over one is off, for each such candidate."""
     found = []
-    for network in filter(is_calm, networks):
+    for network in (one for one in networks if one.is_calm):
         simulated = network.simulated(gpu)
         for name in simulated:
             if name != "serial":
@@ -191,7 +188,7 @@ def errors(networks: Sequence[Network], gpu: Gpu, which: str) -> list[float]:
 def order(networks: Sequence[Network], gpu: Gpu) -> float:
     """The share of pairs of candidates, measured to differ by more than noise, that are in order."""
     right = []
-    for network in filter(is_calm, networks):
+    for network in (one for one in networks if one.is_calm):
         simulated = network.simulated(gpu)
         for a, b in itertools.combinations(simulated, 2):
             if abs(network.raced[a] / network.raced[b] - 1) > max(network.noise[a], network.noise[b]):

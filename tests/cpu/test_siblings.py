@@ -242,8 +242,9 @@ def assert_merges_rows(function: Callable[..., Any], merging: int, **layers: nn.
 @pytest.mark.parametrize("function", MERGED_ROWS)
 def test_layers_of_the_same_rows_become_one(function: Callable[..., Any], make: Any) -> None:
     made = assert_merges_rows(function, 1, **rows(make))
-    widths = {attention: 36, attention_by_hand: 36, gated: 24, returned: 24}
-    assert widths[function] <= max(site.made for site in made.sites)
+    # The activation after one of them is a part of a linear layer, and apart from a product.
+    several = {attention: 3, attention_by_hand: 3, gated: 2, returned: 2 if make is nn.Linear else 3}
+    assert 12 * several[function] in {site.made for site in made.sites}
 
 
 def _written(m: Any, x: Tensor) -> Tensor:

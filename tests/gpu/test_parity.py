@@ -1,10 +1,10 @@
 """A hundred steps of real networks against the ordinary loop, per optimizer.
 
 In float64, where eager's rounding is no excuse: the order of additions is another one, which is 1e-16 a
-step. At these rates a hundred steps make little more of it: eager itself, begun with weights that are
-off by 1e-15, is off by 2e-14 at their end. (At ten times the rate of SGD, ResNet-50 learns nothing, and
-is off by a fifth.) A step that is wrong in any of its parts is off by the size of an update, 1e-4 and
-more.
+step. At these rates a hundred steps make little more of it: eager itself, begun with weights of
+ResNet-50 that are off by 1e-15, is off by 2e-14 at their end. (At ten times the rate it learns nothing,
+and is off by a fifth.) A step that is wrong in any of its parts is off by the size of an update, 1e-3
+and more.
 """
 
 from __future__ import annotations
@@ -67,8 +67,12 @@ NETWORKS: dict[str, Callable[[], tuple[nn.Module, Any, Batches]]] = {
     "gpt with dropout": a_gpt,
     "bert classifier": a_bert,
 }
-OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "momentum": lambda m: torch.optim.SGD(m.parameters(), lr=1e-4, momentum=0.9, weight_decay=1e-4),
+# What SGD makes steps of: convolutional networks that have learned nothing yet have large gradients.
+RATES = {"mobilenet-v2": 1e-4, "resnet50": 1e-4, "efficientnet-b0": 1e-4}
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "momentum": lambda m, rate=1e-3: torch.optim.SGD(
+        m.parameters(), lr=rate, momentum=0.9, weight_decay=1e-4
+    ),
     "adam": lambda m: torch.optim.Adam(m.parameters(), lr=1e-4, eps=1e-6),
     "adamw": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-4, eps=1e-6),
 }
@@ -81,7 +85,8 @@ def test_a_hundred_steps_are_eager_s(network: str, optimizer: str) -> None:
     ours = model.cuda().train()
     theirs = copy.deepcopy(ours)
     begin = vector(ours).clone()
-    mine, other = OPTIMIZERS[optimizer](ours), OPTIMIZERS[optimizer](theirs)
+    rate = {"rate": RATES[network]} if optimizer == "momentum" and network in RATES else {}
+    mine, other = (OPTIMIZERS[optimizer](one, **rate) for one in (ours, theirs))
     step = nimble.compile_step(loss_fn, ours, mine, strict=True)
     for seed in range(STEPS):
         given = tuple(tensor.cuda() for tensor in batch(seed))
@@ -91,7 +96,7 @@ def test_a_hundred_steps_are_eager_s(network: str, optimizer: str) -> None:
         expected = ordinary_step(loss_fn, theirs, other, Call(given, {}))
         assert relative_error(loss, expected) < TOLERANCE, f"step {seed}"
     assert relative_error(vector(ours), vector(theirs)) < TOLERANCE
-    assert relative_error(vector(ours), begin) > 1e-4, "nothing was trained"
+    assert relative_error(vector(ours), begin) > 1e-3, "nothing was trained"
     assert step.explain().fallbacks == ()
     step.close()
 

@@ -39,12 +39,13 @@ class Section:
 def sections_of(entries: Sequence[Json], readings: Mapping[str, str]) -> list[Section]:
     """What the page shows, in its order; sections that the record has nothing for are left out."""
     kept = newest(entries)
-    gpu, speed, steps = on_one_gpu(kept), of(kept, "speed"), of(kept, "train")
+    gpu, speed = on_one_gpu(kept), of(kept, "speed")
     paper, modern = (of(gpu, "speed", targets_of(suite), plain=True) for suite in ("paper", "modern"))
     # Without those of the paper's suite, which have figures of their own.
     modern = [entry for entry in modern if entry not in paper]
     branching, plain = streamed(gpu, BRANCHING), of(gpu, "speed", plain=True)
-    sizes, fair = batched(gpu), sound([*speed, *steps])
+    timed = [*speed, *of(kept, "train")]
+    sizes, fair = batched(gpu), sound(timed)
     lost = sum(map(bool, map(quicker_peers, fair)))
     sections = [
         Section(
@@ -78,8 +79,8 @@ def sections_of(entries: Sequence[Json], readings: Mapping[str, str]) -> list[Se
             "Where ours is slower",
             f"In {lost} of {len(fair)} results a peer is faster: the median of the ratios of the rounds "
             "is below 1. Each is listed, by however little, with what we make of it."
-            + _left_out(len(speed) + len(steps) - len(fair)),
-            grids=(grids.slower([*speed, *steps], readings),),
+            + _left_out(len(timed) - len(fair)),
+            grids=(grids.slower(timed, readings),),
         ),
         Section(
             "streams",
@@ -190,7 +191,7 @@ def sections_of(entries: Sequence[Json], readings: Mapping[str, str]) -> list[Se
             "larger. A check could have failed if the result for another input is at least a hundred "
             "tolerances away. What is not right is listed first; it takes part in no ratio, mean or "
             "figure.",
-            grids=(grids.wrong([*speed, *steps, *of(kept, "plan")]), grids.checks([*speed, *steps])),
+            grids=(grids.wrong([*timed, *of(kept, "plan")]), grids.checks(timed)),
         ),
         Section(
             "agreement",
@@ -211,7 +212,7 @@ def sections_of(entries: Sequence[Json], readings: Mapping[str, str]) -> list[Se
             grids=(grids.settings(entries),),
         ),
     ]
-    return [s for s in sections if not s.empty or (s.name == "slower" and (speed or steps))]
+    return [s for s in sections if not s.empty or (s.name == "slower" and timed)]
 
 
 def _left_out(count: int) -> str:

@@ -58,7 +58,8 @@ def markdown(entries: Iterable[Json], readings: Mapping[str, str]) -> dict[str, 
     kept = newest(entries := list(entries))
     gpu = on_one_gpu(kept)
     repeats = [entry for entry in entries if gpu and place_of(entry) == place_of(gpu[0])]
-    speed, steps = of(gpu, "speed"), of(gpu, "train")
+    steps = of(gpu, "train")
+    timed = [*of(gpu, "speed"), *steps]
     cpu = [e for e in of(kept, "speed") if place_of(e)[0] == "cpu"]
     plain = of(gpu, "speed", plain=True)
     branching, sizes = streamed(gpu, BRANCHING), batched(gpu)
@@ -74,9 +75,9 @@ def markdown(entries: Iterable[Json], readings: Mapping[str, str]) -> dict[str, 
         "gpu memory": _measured("memory", gpu),
         "gpu plans": _measured("plan", gpu),
         "gpu calls": _measured("call", gpu),
-        "gpu slower": as_markdown(grids.slower([*speed, *steps], readings))
-        if any(map(quicker_peers, [*speed, *steps]))
-        else none_slower * bool(sound([*speed, *steps])),
+        "gpu slower": as_markdown(grids.slower(timed, readings))
+        if any(map(quicker_peers, timed))
+        else none_slower * bool(sound(timed)),
         "gpu agreement": _agreement([*of(repeats, "speed"), *of(repeats, "plan")]),
         "gpu failures": as_markdown(grids.failures(gpu)),
         "cpu table": _under_conditions(grids.headline(cpu), cpu),

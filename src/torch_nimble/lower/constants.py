@@ -16,6 +16,7 @@ from torch import fx
 
 from torch_nimble.capture import Captured
 from torch_nimble.lower.observe import mutated_arguments, nbytes, observe, storage_of, tensors_in
+from torch_nimble.lower.passes.guard import gives_the_same
 from torch_nimble.lower.program import Call, Ref
 
 _aten = torch.ops.aten
@@ -103,7 +104,7 @@ def _constant_nodes(
                 constant.add(node)
         elif node.op == "get_attr":
             from_nothing.add(node)
-        elif node.op == "call_function" and _is_pure(node):
+        elif gives_the_same(node):
             inputs = node.all_input_nodes
             if not all(n in constant or n in from_nothing for n in inputs):
                 continue
@@ -112,13 +113,6 @@ def _constant_nodes(
             elif _is_small(node, fakes):
                 constant.add(node)
     return constant
-
-
-def _is_pure(node: fx.Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    schema = getattr(node.target, "_schema", None)
-    writes = schema is not None and schema.is_mutable
-    return not node.is_impure() and not writes and torch.Tag.nondeterministic_seeded not in tags
 
 
 def _is_small(node: fx.Node, fakes: Mapping[fx.Node, Any]) -> bool:

@@ -62,6 +62,14 @@ def writes(node: fx.Node) -> bool:
     return schema is not None and bool(schema.is_mutable)
 
 
+def gives_the_same(node: fx.Node) -> bool:
+    """Whether a call does nothing but give a value, which depends on its arguments alone."""
+    tags = getattr(node.target, "tags", ())
+    if node.op != "call_function" or node.is_impure() or writes(node):
+        return False
+    return torch.Tag.nondeterministic_seeded not in tags
+
+
 def is_write_back(node: fx.Node) -> bool:
     """Whether a node puts a new value into a buffer or an input, as the last ones of a graph do."""
     target = node.args[0] if node.target is _aten.copy_.default else None

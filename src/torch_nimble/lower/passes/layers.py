@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from torch_nimble.kernels.sites import BEFORE, DTYPES, MOST_NUMBERS, Site, Window
+from torch_nimble.lower.passes.guard import gives_the_same, writes
 from torch_nimble.lower.passes.layout import keeps_layouts
 from torch_nimble.lower.passes.unfold import is_folded
 
@@ -87,8 +88,8 @@ class _Search:
         self._constant: set[fx.Node] = set()
         for node in graph.nodes:
             inputs = node.all_input_nodes
-            made = node.op == "call_function" and inputs and self._constant.issuperset(inputs)
-            if node.name in constants or (made and not _is_mutable(node) and not _draws(node)):
+            made = gives_the_same(node) and inputs and self._constant.issuperset(inputs)
+            if node.name in constants or made:
                 self._constant.add(node)
 
     def at(self, node: fx.Node) -> Found | None:
@@ -171,7 +172,7 @@ class _Search:
         assert isinstance(x, fx.Node)
         kind = _activation(x)
         source = x.args[0] if kind else None
-        if kind not in BEFORE or not isinstance(source, fx.Node) or _is_mutable(x) or x in self._taken:
+        if kind not in BEFORE or not isinstance(source, fx.Node) or writes(x) or x in self._taken:
             return x, ""
         return (x, "") if self._writes.between(x, node) else (source, kind)
 
@@ -206,7 +207,7 @@ class Writes:
         private: set[fx.Node] = set()
         self._writes = []
         for node, i in self._position.items():
-            if not _is_mutable(node):
+            if not writes(node):
                 continue
             written = node.args[0] if node.args else None
             if (
@@ -285,16 +286,6 @@ def _depends(node: fx.Node, other: fx.Node) -> bool:
                 seen.add(source)
                 todo.append(source)
     return False
-
-
-def _is_mutable(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and bool(schema.is_mutable)
-
-
-def _draws(node: fx.Node) -> bool:
-    """Whether an operator draws random numbers, which come in an order."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def put(graph: fx.Graph, made: fx.Node, nodes: Sequence[fx.Node]) -> None:

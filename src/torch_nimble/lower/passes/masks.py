@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from torch_nimble.lower.passes.guard import writes_values
+from torch_nimble.lower.passes.guard import gives_the_same, writes_values
+from torch_nimble.lower.passes.layout import is_foreign
 
 _aten = torch.ops.aten
 _ATTENTION = _aten.scaled_dot_product_attention.default
 _MASK, _PLACE = "attn_mask", 3
-_KNOWN = ("aten", "prims")
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -47,13 +47,8 @@ def _free(graph: fx.Graph) -> set[Any]:
     """What depends on no input and no constant of the model, and is the same each time."""
     free: set[Any] = set()
     for node in graph.nodes:
-        if (
-            node.op == "call_function"
-            and isinstance(node.target, torch._ops.OpOverload)
-            and node.target.namespace in _KNOWN
-            and torch.Tag.nondeterministic_seeded not in node.target.tags
-            and free.issuperset(node.all_input_nodes)
-        ):
+        is_known = gives_the_same(node) and not is_foreign(node)
+        if is_known and free.issuperset(node.all_input_nodes):
             free.add(node)
     return free
 

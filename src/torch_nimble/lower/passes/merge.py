@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import fx
 
-from torch_nimble.lower.passes.guard import writes, writes_values
+from torch_nimble.lower.passes.guard import gives_the_same, writes_values
 
 
 def merge_equal(graph: fx.Graph, constants: frozenset[str]) -> int:
@@ -31,9 +30,7 @@ def merge_equal(graph: fx.Graph, constants: frozenset[str]) -> int:
 
 def _key(node: fx.Node) -> Any:
     """The same for calls that give the same value; None for what must be left alone."""
-    if node.op != "call_function" or node.is_impure() or writes(node):
-        return None
-    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+    if not gives_the_same(node):
         return None
     key = (node.target, _hashable(node.args), _hashable(node.kwargs))
     try:

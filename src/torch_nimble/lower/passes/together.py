@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from torch_nimble.kernels.sites import OF_ROWS, Siblings
+from torch_nimble.lower.observe import storage_of
 from torch_nimble.lower.passes.guard import writes
 from torch_nimble.lower.passes.layers import (
     Found,
@@ -58,10 +59,10 @@ def find_siblings(graph: fx.Graph, sites: Sequence[Found]) -> list[Group]:
     """
     written, layers = Writes(graph), {found.nodes[0]: found for found in sites}
     may_lie_apart = not keeps_layouts(graph)
-    images = Counter(found.x for found in sites)
+    readers = Counter(found.x for found in sites)
     alike: dict[Any, list[Found]] = {}
     for found in sites:
-        if images[found.x] == 1 or found.site.kind == "depthwise" or found.site.adds:
+        if readers[found.x] == 1 or found.site.kind == "depthwise" or found.site.adds:
             continue
         users = found.nodes[-1].users
         if found.site.kind in OF_ROWS:
@@ -82,8 +83,8 @@ def find_siblings(graph: fx.Graph, sites: Sequence[Found]) -> list[Group]:
             tuple(layers[user].site for user in users if user in layers),
         )
         whole = siblings.whole
-        images_, channels, *size = whole.image
-        result = (images_, whole.made, *whole.window.size(*size))
+        images, channels, *size = whole.image
+        result = (images, whole.made, *whole.window.size(*size))
         if len(members) > 1 and is_addressable(result, (whole.made, channels, *whole.window.kernel)):
             groups.append(Group(siblings, tuple(members)))
     return groups
@@ -120,15 +121,11 @@ def _can_use(node: fx.Node, value: Any, seen: set[fx.Node]) -> bool:
             made = target(*args, **kwargs)
         except Exception:  # a view of it is not possible, or nobody knows what is made
             return False
-        if target in _RESHAPES and not _shares_memory(made, value):
+        if target in _RESHAPES and storage_of(made) != storage_of(value):
             return False  # a copy where there was none
         if not _lie_alike(made, user.meta.get("val")) and not _can_use(user, made, seen):
             return False
     return True
-
-
-def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def _lie_alike(made: Any, known: Any) -> bool:
