@@ -28,7 +28,6 @@ from torch_nimble.kernels.parts import (
     Launch,
     activate,
     ceil_div,
-    fetch_ahead,
     is_inside,
     let_next_start,
     looked_at,
@@ -71,7 +70,7 @@ def launches(site: Site, way: Way) -> tuple[Launch, ...]:
         "num_stages": stages,
     }
     grid = ceil_div(pixels, count), ceil_div(site.made, made), parts
-    main = Launch(_convolution, grid, constants, parts, early=parts == 1, fetches=True)
+    main = Launch(_convolution, grid, constants, parts, early=parts == 1)
     if parts == 1:
         return (main,)
     rest = {**ends, "PARTS": parts, "PIXELS": 4, "MADE": 128, "num_warps": 4}
@@ -105,11 +104,8 @@ def _convolution(  # type: ignore[no-untyped-def]
     SUMMED: tl.constexpr,
     PARTS: tl.constexpr,
     EARLY: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
     CHANNELS: tl.constexpr = IMAGE[1]
-    if AHEAD:
-        _fetch(weight, CHANNELS, RESULT[3], WINDOW[0] * WINDOW[1], LINEAR, MADE)
     pixel, image, row, column = pixels(tl.program_id(0), PIXELS, RESULT)
     known = pixel < RESULT[0] * RESULT[1] * RESULT[2]
     of_result = tl.program_id(1) * MADE + tl.arange(0, MADE)
@@ -180,34 +176,6 @@ def _convolution(  # type: ignore[no-untyped-def]
         ADDS,
         AFTER,
     )
-
-
-@triton.jit
-def _fetch(  # type: ignore[no-untyped-def]
-    weight,
-    CHANNELS: tl.constexpr,
-    RESULTS: tl.constexpr,
-    TAPS: tl.constexpr,
-    LINEAR: tl.constexpr,
-    MADE: tl.constexpr,
-):
-    """Have all that a program reads of the weights brought into the cache, by one of those that do."""
-    A_LINE: tl.constexpr = 128 * 8 // weight.dtype.element_ty.primitive_bitwidth
-    count = CHANNELS * TAPS if tl.program_id(0) == 0 else 0
-    of_first = tl.program_id(1) * MADE
-    if LINEAR:
-        of_result = of_first + tl.arange(0, MADE)
-        for first in range(0, count, 8 * A_LINE):
-            channel = first + tl.arange(0, 8) * A_LINE
-            places = weight + of_result[:, None] * CHANNELS + channel[None, :]
-            fetch_ahead(places, (of_result < RESULTS)[:, None] & (channel < CHANNELS)[None, :])
-    else:
-        for first in range(0, count, 512):
-            number = first + tl.arange(0, 512)
-            for line in tl.static_range(0, MADE, A_LINE):
-                of_result = of_first + line
-                is_there = (number < TAPS * CHANNELS) & (of_result < RESULTS)
-                fetch_ahead(weight + number * RESULTS + of_result, is_there)
 
 
 @triton.jit

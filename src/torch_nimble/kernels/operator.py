@@ -117,7 +117,6 @@ def launches_of(
                 **launch.constants,
                 **(where if launch.reads_image else {}),
                 "EARLY": early,
-                **({"AHEAD": early and launch.early} if launch.fetches else {}),
                 **(_PDL if early and launch.early else {}),
             },
         )

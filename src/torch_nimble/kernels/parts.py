@@ -23,8 +23,6 @@ class Launch:
     """Whether x is the image, whose pixels may lie apart: the kernel has to be told their PITCH."""
     early: bool = True
     """Whether it may be launched before the kernel before it has ended, where a GPU can do that."""
-    fetches: bool = False
-    """Whether it fetches weights meanwhile, if it is told to: AHEAD."""
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -48,22 +46,6 @@ def wait_for_earlier(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
     """Wait until the kernels that this one comes after have ended. Weights may be read before that."""
     if EARLY:
         gdc_wait()
-
-
-@triton.jit
-def fetch_ahead(places, is_there):  # type: ignore[no-untyped-def]
-    """Have the lines of memory that these are in brought into the cache of the GPU, without waiting.
-
-    For weights, before `wait_for_earlier`: what takes longest to come is on its way then.
-    """
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
-        "=r,l,r",
-        [places.to(tl.int64), is_there.to(tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit

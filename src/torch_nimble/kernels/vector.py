@@ -1,9 +1,9 @@
 """A 1×1 convolution of a few pixels, or a linear layer of a few rows: one sum for each result.
 
 A matrix unit would spend 16 rows on one. Every program takes one pixel and a few channels to make, and
-reads what they need at once: weights before it waits for its pixel. Floor: to read the weights once. Two
-to three microseconds, where a library takes four to nine. Sums are exact in float32, whatever products
-may be rounded to. `rows` is the family for linear layers, whose weights are read as they are.
+reads what they need at once. Floor: to read the weights once. Two to three microseconds, where a library
+takes four to nine. Sums are exact in float32, whatever products may be rounded to. `rows` is the family
+for linear layers, whose weights are read as they are.
 """
 
 from __future__ import annotations
@@ -59,14 +59,18 @@ def _vector(  # type: ignore[no-untyped-def]
     of_result = tl.program_id(0) * MADE + tl.arange(0, MADE)
     is_made = of_result < RESULTS
     total = tl.zeros((MADE,), dtype=tl.float32)
-    matrix = _weights(weight, 0, of_result, CHANNELS, RESULTS, SUMMED, LINEAR)
     wait_for_earlier(EARLY)
     for first in range(0, CHANNELS, SUMMED):
         channel = first + tl.arange(0, SUMMED)
-        values = tl.load(x + pixel * PITCH + channel, mask=channel < CHANNELS, other=0.0)
+        is_there = channel < CHANNELS
+        values = tl.load(x + pixel * PITCH + channel, mask=is_there, other=0.0)
         values = activate(values.to(tl.float32), BEFORE)
+        if LINEAR:
+            of_weight = channel[:, None] + of_result[None, :] * CHANNELS
+        else:
+            of_weight = channel[:, None] * RESULTS + of_result[None, :]
+        matrix = tl.load(weight + of_weight, mask=is_there[:, None] & is_made[None, :], other=0.0)
         total += tl.sum(values[:, None] * matrix.to(tl.float32), axis=0)
-        matrix = _weights(weight, first + SUMMED, of_result, CHANNELS, RESULTS, SUMMED, LINEAR)
     let_next_start(EARLY)
     if IS_SCALED:
         total *= tl.load(bias + of_result, mask=is_made, other=0.0).to(tl.float32)
@@ -77,23 +81,3 @@ def _vector(  # type: ignore[no-untyped-def]
     if ADDS:
         total += tl.load(added + place, mask=is_made, other=0.0).to(tl.float32)
     tl.store(out + place, activate(total, AFTER).to(out.dtype.element_ty), mask=is_made)
-
-
-@triton.jit
-def _weights(  # type: ignore[no-untyped-def]
-    weight,
-    first,
-    of_result,
-    CHANNELS: tl.constexpr,
-    RESULTS: tl.constexpr,
-    SUMMED: tl.constexpr,
-    LINEAR: tl.constexpr,
-):
-    """Those of some channels, beginning with one; zeros where there are none."""
-    channel = first + tl.arange(0, SUMMED)
-    if LINEAR:
-        of_weight = channel[:, None] + of_result[None, :] * CHANNELS
-    else:
-        of_weight = channel[:, None] * RESULTS + of_result[None, :]
-    mask = (channel < CHANNELS)[:, None] & (of_result < RESULTS)[None, :]
-    return tl.load(weight + of_weight, mask=mask, other=0.0)
