@@ -88,6 +88,32 @@ def test_fresh_inputs_give_what_eager_gives(name: str) -> None:
         assert signatures(fast)[0]["device"] == str(DEVICE)
 
 
+class Shifted(nn.Module):
+    """A mask written part by part, as shifted windows have it, and a number that stays on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.factor = torch.tensor(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = x.new_zeros(6, 8)
+        mask[:4, 2:] = 1
+        mask[4:, :5] = self.factor * 3
+        return self.linear(x).masked_fill(mask == 0, -1.0) * self.factor + mask
+
+
+def test_numbers_on_the_cpu_are_constants_of_the_gpu_and_follow_their_changes() -> None:
+    torch.manual_seed(0)
+    model = ready(Shifted())
+    with nimble.compile(model, (normal(2, 6, 8),), strict=True) as fast:
+        assert model.factor.device.type == "cpu"
+        assert_fused(fast)
+        assert_matches(fast, model, lambda: (normal(2, 6, 8),))
+        model.factor.mul_(3)
+        assert_matches(fast, model, lambda: (normal(2, 6, 8),))
+
+
 def test_keywords_structures_inputs_parameters_and_views_as_results() -> None:
     model = ready(Structured())
     with nimble.compile(model, (normal(3, 8),), {"scale": normal(8), "flag": True}) as fast:

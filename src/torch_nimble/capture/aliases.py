@@ -155,3 +155,16 @@ def writes_only_its_own(graph: fx.Graph) -> bool:
         is_fresh = all(result.alias_info is None for result in schema.returns)
         made_here[node] = base or (is_fresh and node.target not in MAY_BE_VIEWS)
     return True
+
+
+def writes_parts(graph: fx.Graph) -> bool:
+    """Whether an operator writes a view: what that makes of the whole, its schema does not say."""
+    return any(_is_view(written) for node in graph.nodes for written in _written_by(node))
+
+
+def _is_view(node: fx.Node) -> bool:
+    if node.target is operator.getitem:
+        return _is_view(node.args[0])  # type: ignore[arg-type]
+    schema = getattr(node.target, "_schema", None)
+    aliases = [result.alias_info for result in schema.returns] if schema is not None else []
+    return any(alias is not None and not alias.is_write for alias in aliases)

@@ -22,7 +22,12 @@ import torch
 from torch import fx, nn
 from torch.export.graph_signature import InputKind, OutputKind
 
-from torch_nimble.capture.aliases import drop_nothing, refuse_hidden_views, writes_only_its_own
+from torch_nimble.capture.aliases import (
+    drop_nothing,
+    refuse_hidden_views,
+    writes_only_its_own,
+    writes_parts,
+)
 from torch_nimble.capture.callee import Callee
 from torch_nimble.capture.failure import explain_failure, refuse_dynamic
 from torch_nimble.capture.isolation import (
@@ -119,7 +124,8 @@ def capture(adapter: Adapter, tensors: Sequence[torch.Tensor], *, functional: bo
     """The graph of one call. Leaves the model, the inputs and all random generators as they were.
 
     A compiler that makes graphs functional itself does not need it done here, which takes more than
-    half of the time: unless `functional` is asked for, operators may write values of the graph's own.
+    half of the time: unless `functional` is asked for, operators may write values of the graph's own,
+    as wholes (an activation in place). What is written in parts could not be followed afterwards.
     """
     callee = adapter.callee
     try:
@@ -133,7 +139,8 @@ def capture(adapter: Adapter, tensors: Sequence[torch.Tensor], *, functional: bo
         ):
             program = torch.export.export(adapter, tuple(tensors), strict=False)
             drop_nothing(program.graph)
-            if functional or not writes_only_its_own(program.graph):
+            graph = program.graph
+            if functional or writes_parts(graph) or not writes_only_its_own(graph):
                 refuse_hidden_views(callee, program.graph)
                 program = program.run_decompositions({})
     except CaptureError:

@@ -15,6 +15,7 @@ from torch_nimble.lower.passes.guard import drop_checks, protect_results
 from torch_nimble.lower.passes.layout import lay_out_weights, use_channels_last
 from torch_nimble.lower.passes.masks import drop_masks
 from torch_nimble.lower.passes.merge import merge_equal
+from torch_nimble.lower.passes.nothing import bring_numbers, forget_shapes_from
 from torch_nimble.lower.passes.pack import pack_convolutions
 from torch_nimble.lower.passes.split import split_gradients
 from torch_nimble.taskgraph import Layout
@@ -22,9 +23,10 @@ from torch_nimble.taskgraph import Layout
 Pass = Callable[[fx.Graph, frozenset[str]], int]
 
 PASSES: dict[Layout, tuple[Pass, ...]] = {
-    "as captured": (drop_checks, fold_batch_norm, protect_results),
+    "as captured": (drop_checks, forget_shapes_from, fold_batch_norm, protect_results),
     "channels-last": (
         drop_checks,
+        forget_shapes_from,
         fold_batch_norm,
         use_channels_last,
         pack_convolutions,
@@ -36,6 +38,8 @@ PASSES: dict[Layout, tuple[Pass, ...]] = {
 FUSED_PASSES: dict[Layout, tuple[Pass, ...]] = {
     "as captured": (
         drop_checks,
+        forget_shapes_from,
+        bring_numbers,
         drop_masks,
         fold_batch_norm,
         split_gradients,
@@ -44,6 +48,8 @@ FUSED_PASSES: dict[Layout, tuple[Pass, ...]] = {
     ),
     "channels-last": (
         drop_checks,
+        forget_shapes_from,
+        bring_numbers,
         drop_masks,
         fold_batch_norm,
         split_gradients,
