@@ -344,6 +344,7 @@ def test_what_is_not_known_is_named(tmp_path: Path) -> None:
         ([CASE], {"signatures": 2}, "leave --batch"),
         ([CASE], {"against": ["cudagraph"]}, "cannot be measured on cpu"),
         ([CASE], {"parallel": 2, "measures": ["cost"]}, "--parallel is for speed"),
+        ([Case("resnet50", trains=True)], {"measures": ["plan"]}, "plan is not for training steps"),
         ([CASE], {"cache": Path("c"), "measures": ["speed", "cost"]}, "leave --cache out"),
     ):
         with pytest.raises(NimbleError, match=message):
@@ -363,6 +364,7 @@ def test_systems_are_those_asked_for_or_the_usual_ones() -> None:
     assert chosen("cost") == ("reduce-overhead", "nimble")
     assert chosen("plan") == chosen("call") == ("nimble",)
     assert "xla" not in chosen("train", against=["eager", "xla"])
+    assert chosen("train-memory") == ("eager", "compile", "reduce-overhead", "nimble")
 
 
 def test_cold_and_warm_share_a_cache_and_systems_do_not() -> None:
@@ -764,6 +766,9 @@ def test_training_steps_are_compared_with_one_in_float64(
     monkeypatch.setitem(training.STEPS, "nimble", half_as_far)
     assert worker.work(part)["check"]["accepted"] is False
     assert worker.work(replace(part, systems=("nimble",)))["check"]["accepted"] is False
+    alone = worker.work(replace(part, measure="train-memory", systems=("nimble",)))
+    assert alone["explained"]["training"] is False
+    assert alone["memory"].keys() >= {"own", "preparing"}
 
 
 def test_onnx_runtime_takes_part(brief: Part) -> None:

@@ -86,15 +86,18 @@ def training(entries: Sequence[Json]) -> Grid:
 
 
 def step_memory(entries: Sequence[Json]) -> Grid:
-    """MiB that torch reserves for a step at most, weights not counted, every system."""
-    path = "memory.own.reserved"
-    known = [e for e in entries if at(f"{OURS}.{path}")(e) != NOTHING]
+    """MiB beside the weights, every system: what torch reserves for steps, and uses while preparing."""
+    kinds = (("steps", "own.reserved"), ("preparing", "preparing.allocated"))
+    systems = measured(entries)
     columns: list[Column] = [
-        (called(name), at(f"{name}.{path}", scale=2**-20)) for name in measured(known)
+        (f"{called(name)}, {what}", at(f"{name}.memory.{field}", scale=2**-20))
+        for what, field in kinds
+        for name in systems
     ]
-    peers = (("vs compile", "compile"), ("vs reduce-overhead", "reduce-overhead"))
-    columns += [(title, over(f"{OURS}.{path}", f"{name}.{path}")) for title, name in peers]
-    return grid_of(known, columns)
+    for name in (name for name in systems if name in ("compile", "reduce-overhead")):
+        ratio = over(f"{OURS}.memory.own.reserved", f"{name}.memory.own.reserved")
+        columns.append((f"steps, ours / {called(name)}", ratio))
+    return grid_of(entries, columns)
 
 
 def latency(entries: Sequence[Json]) -> Grid:

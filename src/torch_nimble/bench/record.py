@@ -15,7 +15,7 @@ from typing import Any
 from torch_nimble.errors import InputError
 
 SCHEMA = "torch-nimble/bench/1"
-MEASURES = ("speed", "train", "cost", "memory", "plan", "call")
+MEASURES = ("speed", "train", "cost", "memory", "train-memory", "plan", "call")
 SYSTEMS = (
     "eager",
     "cudagraph",

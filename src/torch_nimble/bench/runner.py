@@ -59,7 +59,11 @@ _USUAL = {
     ("cpu", "memory"): (),
     ("cuda", "train"): ("eager", "cudagraph", "compile", "reduce-overhead", "nimble-serial"),
     ("cpu", "train"): ("eager",),
+    ("cuda", "train-memory"): ("eager", "compile", "reduce-overhead"),
+    ("cpu", "train-memory"): (),
 }
+_OF_STEPS = {"speed": "train", "memory": "train-memory"}
+"""What is measured of training steps, by what was asked for."""
 
 
 @dataclass(frozen=True)
@@ -254,6 +258,12 @@ def _check(wanted: Wanted) -> None:
         raise OptionError("there is no GPU that this torch can use; --device cpu measures on the CPU")
     if wanted.parallel > 1 and set(wanted.measures) != {"speed"}:
         raise OptionError("--parallel is for speed: what else is measured is to be alone from the start")
+    strange = [name for name in wanted.measures if name not in (*_OF_STEPS, *_OF_STEPS.values())]
+    if strange and any(case.trains for case in wanted.cases):
+        raise OptionError(
+            f"--measure {strange[0]} is not for training steps; of those there are "
+            f"{' and '.join(_OF_STEPS)}"
+        )
     if wanted.cache is not None and "cost" in wanted.measures:
         raise OptionError("--measure cost begins without caches; leave --cache out")
 
@@ -272,7 +282,7 @@ def _parts(wanted: Wanted) -> list[Part]:
             finds_caches=wanted.cache is not None,
         )
         for asked, case in itertools.product(wanted.measures, wanted.cases)
-        for measure in ["train" if case.trains and asked == "speed" else asked]
+        for measure in [_OF_STEPS.get(asked, asked) if case.trains else asked]
     ]
 
 
@@ -288,7 +298,7 @@ def _systems(wanted: Wanted, measure: str, case: Case) -> tuple[str, ...]:
         for name, system in BY_NAME.items()
         if name in asked | {"nimble"}
         and wanted.device in system.devices
-        and (measure != "train" or name in STEPS)
+        and (measure not in _OF_STEPS.values() or name in STEPS)
     )
 
 
@@ -360,6 +370,7 @@ def _plan_then_race(part: Part, launch: Launch) -> Json:
 _JOBS: dict[str, Callable[[Part, Launch], Json]] = {
     "cost": _cold_and_warm,
     "memory": _beside_each_other,
+    "train-memory": _beside_each_other,
     "plan": _plan_then_race,
 }
 _TIMES = ("prepare_s", "ready_s")

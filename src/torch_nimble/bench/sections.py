@@ -120,7 +120,15 @@ def sections_of(entries: Sequence[Json], readings: Mapping[str, str]) -> list[Se
             "CIFAR-10's size; texts of 128 tokens. cudagraph: an eager step in one CUDA graph. The "
             "dashed bars are the paper's own figures, on a V100 against PyTorch 1.4.",
             (("training.svg", figures.training(of(gpu, "train"))),),
-            grids=(grids.training(of(gpu, "train")), grids.step_memory(of(gpu, "train"))),
+            (grids.training(of(gpu, "train")),),
+        ),
+        Section(
+            "step-memory",
+            "Memory of training steps",
+            "MiB beside the weights, each system in a process of its own: what torch reserves for steps "
+            "(gradients, the optimizer's state, what forward keeps), and the most it had in use while "
+            "the step was made ready.",
+            grids=(grids.step_memory(of(kept, "train-memory")),),
         ),
         Section(
             "batches",

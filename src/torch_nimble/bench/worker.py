@@ -112,10 +112,10 @@ def made_ready(
         call(*args, **kwargs)
         subject.synchronize()
     running = gpu.memory(part.device, peak=True)
-    added = {field: held[field] - before[field] for field in held}
-    own = {field: running[field] - before[field] for field in running}
     memory = {"before": before, "peak": peak, "held": held, "running": running}
-    notes: Json = {"memory": {**memory, "added": added, "own": own}}
+    more = {"preparing": peak, "added": held, "own": running}
+    memory |= {name: {key: now[key] - before[key] for key in now} for name, now in more.items()}
+    notes: Json = {"memory": memory}
     if not (part.turns or part.finds_caches):
         notes |= {"prepare_s": after_s[0], "ready_s": after_s[-1]}
     if name.startswith("nimble"):
@@ -313,6 +313,15 @@ def _train(part: Part, report: Report) -> Json:
     return found
 
 
+def step_memory(part: Part, report: Report) -> Json:
+    """One system's steps in a process that does nothing else."""
+    (name,) = part.systems
+    with torch.enable_grad():
+        trainee = training.Trainee.load(part)
+        report({"stage": f"preparing {name}"})
+        return prepare_step(Subject(part, None), name, trainee)[1]
+
+
 def prepare_step(subject: Subject, name: str, trainee: training.Trainee) -> tuple[Call, Json]:
     """A training step that is ready, and what that took."""
     batch = training.batch_of(subject.part, 0)
@@ -390,6 +399,7 @@ _WORK: dict[str, Callable[[Part, Report], Json]] = {
     "speed": speed,
     "plan": speed,
     "train": train,
+    "train-memory": step_memory,
     "cost": cost,
     "memory": cost,
     "call": call_path,
