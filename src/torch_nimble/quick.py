@@ -1,4 +1,4 @@
-"""The shortest way from a call to a launched graph.
+"""The shortest way from a call to a launched graph, and a shorter one to the plan of a training step.
 
 A call with the same kind of inputs as the one before needs no signature: comparing shapes, dtypes and
 devices is enough to launch. Everything else that could make the result wrong (modes, weights and modules
@@ -15,9 +15,8 @@ from typing import Any, Final
 
 import torch
 
-from torch_nimble.capture import AutocastState
 from torch_nimble.execute.cuda import CudaExecutable
-from torch_nimble.flags import numeric_flags, profiling
+from torch_nimble.flags import profiling
 from torch_nimble.prepared import Prepared
 from torch_nimble.tree import Leaf, Node, flatten_inputs, unflatten_output
 
@@ -40,6 +39,31 @@ def _watch_forks() -> None:
     os.register_at_fork(after_in_child=_count_fork)
 
 
+class LastStep:
+    """The plan of a training step, for one of the same kind as long as nobody touches the model.
+
+    Then no module's mode has changed, and the rest of a signature is quickly compared.
+    """
+
+    def __init__(self, prepared: Prepared, structure: Node, tensors: Sequence[torch.Tensor]) -> None:
+        self._prepared = prepared
+        self._structure = structure
+        self._kinds = _kinds(tensors)
+
+    def plan_for(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Prepared | None:
+        """The plan, if it is for these too."""
+        is_same = (
+            structure == self._structure
+            and _kinds(tensors) == self._kinds
+            and self._prepared.signature.modes_hold(self._prepared.device.device.type)
+        )
+        return self._prepared if is_same else None
+
+
+def _kinds(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    return [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+
+
 class QuickCall:
     """Serves calls like one that was served, with tensors on the engine's device."""
 
@@ -58,9 +82,7 @@ class QuickCall:
         self._kinds = [(t.shape, t.dtype) for t in tensors]
         self._count = len(tensors)
         self._unchanged = unchanged
-        self._default_dtype = torch.get_default_dtype()
-        self._autocast = prepared.signature.autocast
-        self._flags = prepared.signature.flags
+        self._signature = prepared.signature
         self._structure = structure
         self._is_plain = structure == flatten_inputs(tensors, {})[1]
         self._results = prepared.output_structure
@@ -107,10 +129,7 @@ class QuickCall:
         """Whether the plan stands for what the model would do with these tensors now."""
         return (
             not any(t.requires_grad or t.is_neg() or t.is_conj() for t in tensors)
-            and self._autocast
-            == (AutocastState.current("cuda") if torch._C._is_any_autocast_enabled() else None)
-            and torch.get_default_dtype() is self._default_dtype
-            and numeric_flags() == self._flags
+            and self._signature.modes_hold("cuda")
             and not (self._writes and self._prepared.refusal(tensors) is not None)
             and self._unchanged()
         )

@@ -10,6 +10,7 @@ import torch
 
 from torch_nimble.capture import AutocastState
 from torch_nimble.errors import InputError
+from torch_nimble.flags import numeric_flags
 from torch_nimble.tree import Leaf, Node, Static, Structure, argument_names, child_labels, input_paths
 
 TensorKey = tuple[tuple[int, ...], torch.dtype, torch.device]
@@ -42,6 +43,14 @@ class Signature:
     """What torch may do to numbers on a GPU, such as TF32."""
     phase: str = ""
     """Which part of a training step it is, where several batches make one."""
+
+    def modes_hold(self, kind: str) -> bool:
+        """Whether autocast, the default dtype and the flags are now what they were, on that device."""
+        return (
+            self.autocast == AutocastState.current(kind)
+            and torch.get_default_dtype() is self.default_dtype
+            and (kind != "cuda" or numeric_flags() == self.flags)
+        )
 
     def __str__(self) -> str:
         shapes = [

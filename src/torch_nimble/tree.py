@@ -66,21 +66,21 @@ _LEAF = Leaf()
 
 def flatten_inputs(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], Node]:
     """Tensors of a call in order, and its structure. Unknown objects are refused."""
-    if not kwargs and all(type(value) is torch.Tensor for value in args):
-        return list(args), _positional(len(args))
+    values = (*args, *kwargs.values())
+    if all(type(value) is torch.Tensor for value in values):
+        return list(values), _of_tensors(len(args), *kwargs)
     tensors: list[torch.Tensor] = []
     names = argument_names(Node(tuple, (len(args), *kwargs), ()))
     children = tuple(
-        _flatten(value, tensors, name, _refuse)
-        for name, value in zip(names, (*args, *kwargs.values()), strict=True)
+        _flatten(value, tensors, name, _refuse) for name, value in zip(names, values, strict=True)
     )
     return tensors, Node(tuple, (len(args), *kwargs), children)
 
 
 @functools.cache
-def _positional(count: int) -> Node:
+def _of_tensors(count: int, *names: str) -> Node:
     """The structure of a call with nothing but tensors, which most calls are."""
-    return Node(tuple, (count,), (_LEAF,) * count)
+    return Node(tuple, (count, *names), (_LEAF,) * (count + len(names)))
 
 
 def unflatten_inputs(structure: Node, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:

@@ -347,6 +347,13 @@ WRITTEN_BY_COPIES = {
 def _read_around_a_write(x: Tensor) -> tuple[Tensor, Tensor]:
     y = x + 1
     before = y.sum()
+    y.copy_(x[1])
+    return before, y.sum()
+
+
+def _read_around_a_write_of_a_part(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = x + 1
+    before = y.sum()
     y[0] = x[1]
     return before, y.sum()
 
@@ -360,13 +367,20 @@ def _filled_twice(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", WRITTEN_BY_COPIES)
 def test_copies_into_values_of_the_graphs_own_are_writes_like_any_other(name: str) -> None:
-    """`y[0] = x[1]` is a copy_ in the middle of a graph that was not made functional."""
+    """`y.copy_(x[1])` is in the middle of a graph that was not made functional."""
+    assert_passes_keep(WRITTEN_BY_COPIES[name], kind="copy_")
 
+
+def test_what_is_written_in_parts_is_made_functional() -> None:
+    assert_passes_keep(_read_around_a_write_of_a_part, kind="select_scatter")
+
+
+def assert_passes_keep(model: Any, kind: str) -> None:
     def rewrite(graph: fx.Graph, names: frozenset[str]) -> int:
         run_passes(graph, names, "as captured", fused=True)
         return 0
 
-    assert_pass_keeps(rewrite, WRITTEN_BY_COPIES[name], torch.randn(4, 3), count=0, kind="copy_")
+    assert_pass_keeps(rewrite, model, torch.randn(4, 3), count=0, kind=kind)
 
 
 def test_all_passes_and_the_split_together() -> None:

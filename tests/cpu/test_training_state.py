@@ -520,3 +520,66 @@ def test_a_learning_rate_that_changes_at_each_step_makes_nothing_anew(
         step(*rows())
     assert not taken
     step.close()
+
+
+# ------------------------------------------------------------ steps like the one before
+
+
+def test_steps_like_the_one_before_need_no_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = Twins(mlp(torch.float32), momentum)
+    asked: list[Any] = []
+    signature = nimble.TrainingStep._signature
+
+    def counted(self: Any, *args: Any) -> Any:
+        asked.append(args)
+        return signature(self, *args)
+
+    monkeypatch.setattr(nimble.TrainingStep, "_signature", counted)
+
+    def some(seed: int = 0, count: int = 6) -> tuple[torch.Tensor, ...]:
+        return rows(seed, count, torch.float32)
+
+    def signatures_of(*given: Any) -> int:
+        asked.clear()
+        twins.train(given, 5e-2)
+        return len(asked)
+
+    assert signatures_of(some()) > 0
+    twins.train([some(), some(1)], 5e-2)
+    assert signatures_of(some(5), some(6)) == 0
+    assert signatures_of(some(7, 3)) > 0, "fewer rows"
+    assert signatures_of(Call((some(8)[0],), {"y": some(8)[1]})) > 0, "another structure"
+    twins.train([some(), some(1)], 5e-2)
+    assert signatures_of(some(9)) == 0
+    with torch.autocast("cpu", torch.bfloat16):
+        assert signatures_of(some(9)) > 0
+    assert signatures_of(some(9)) > 0
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert signatures_of(some(9)) > 0
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for model, _ in twins.both():
+        model.eval()
+    assert signatures_of(some(9)) > 0, "another mode"
+    assert signatures_of(some(10)) == 0
+
+
+def test_plans_that_were_dropped_are_not_used_for_steps_like_the_one_before() -> None:
+    twins = Twins(mlp(), momentum)
+    twins.train(batches(3))
+    twins.step.update_weights()
+    twins.check_training(batches(2))
+    for model, _ in twins.both():
+        model[1] = nn.ReLU()
+    twins.check_training(batches(3))
+    assert len(twins.step.explain().to_dict()["signatures"]) == 1
+
+
+def test_several_batches_of_a_step_have_a_plan_of_their_own_each() -> None:
+    twins = Twins(mlp(), momentum, accumulate=2)
+    given = batches(8)
+    for batch in given:
+        twins.ours(batch)
+    calls = [one["calls"] for one in twins.step.explain().to_dict()["signatures"]]
+    assert calls == [4, 4]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from torch_nimble.capture.callee import refuse_compiled
 from torch_nimble.errors import CaptureError, InputError, OptionError
@@ -87,9 +88,25 @@ def refuse_shared_memory(model: nn.Module) -> None:
         others.append((begin, end, name, tensor.requires_grad))
 
 
-def any_hooks(parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether gradients have hooks; looked for in every call."""
-    return any(map(_ON_GRADIENT, parameters)) or any(map(_ON_ACCUMULATED, parameters))
+class HookWatch:
+    """Whether gradients of parameters have hooks, asked in every call.
+
+    Torch gives every hook that is registered anywhere the next number, so there is nothing to look for
+    until that has moved.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._none_until = -1
+
+    def found(self) -> bool:
+        """Whether there are any now."""
+        number = RemovableHandle.next_id
+        if number != self._none_until:
+            if any(map(_ON_GRADIENT, self._parameters)) or any(map(_ON_ACCUMULATED, self._parameters)):
+                return True
+            self._none_until = number
+        return False
 
 
 def refuse_hooks(model: nn.Module) -> None:

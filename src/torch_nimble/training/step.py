@@ -15,6 +15,7 @@ from torch_nimble.options import Options
 from torch_nimble.planned import Planned
 from torch_nimble.prepare import Progress
 from torch_nimble.prepared import Prepared
+from torch_nimble.quick import LastStep
 from torch_nimble.signature import Signature, as_arguments, check_tensors
 from torch_nimble.touched import Tables
 from torch_nimble.training.adapter import (
@@ -28,8 +29,8 @@ from torch_nimble.training.parallel import Processes
 from torch_nimble.training.rules import rule_of
 from torch_nimble.training.scaling import Scaling
 from torch_nimble.training.settings import (
+    HookWatch,
     Settings,
-    any_hooks,
     check_settings,
     refuse_hooks,
     refuse_shared_memory,
@@ -52,6 +53,7 @@ class TrainingStep(Planned):
         self._batches = 0
         self._updating = False
         self._left: tuple[Tables, Any] | None = None
+        self._last: dict[Phase, LastStep] = {}
         self._processes = _processes(settings)
         self._trained: frozenset[str] = frozenset()
         self._begin(StepCallee(settings.loss_fn, settings.model), options, progress)
@@ -115,8 +117,9 @@ class TrainingStep(Planned):
             if self._step.state.shape() != self._shape:
                 self._begin_anew()
             return self._eager(structure, tensors)
-        self._follow()
-        prepared = self._prepared.get(self._signature(structure, tensors))
+        last = self._last.get(self._phase()) if self._follow() else None
+        quickly = None if last is None else last.plan_for(structure, tensors)
+        prepared = quickly or self._prepared.get(self._signature(structure, tensors))
         if prepared is not None and prepared.watch.unchanged():
             prepared = self._unless_refused(prepared, tensors)
         else:
@@ -140,6 +143,8 @@ class TrainingStep(Planned):
                 self._step.state.publish(adapter.updated)
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
         self._leave()
+        if prepared is not quickly:
+            self._last[self._phase()] = LastStep(prepared, structure, tensors)
         return result
 
     def _refuse_other_parts(self, trained: frozenset[str]) -> None:
@@ -290,19 +295,23 @@ class TrainingStep(Planned):
         self._adapters[signature] = made
         return made
 
-    def _follow(self) -> None:
-        """Take in what changed since the last call; a look at all that could have is the exception."""
+    def _follow(self) -> bool:
+        """Take in what changed since the last call; a look at all that could have is the exception.
+
+        Whether nothing but values has.
+        """
         if (
             self._left is not None
             and self._left[0].untouched()
             and self._modules_watch.contents.others_unchanged()
             and self._step.state.marks() == self._left[1]
-            and not any_hooks(self._parameters)
+            and not self._hooks.found()
             and self._callee.reaches_the_same()
         ):
             self._step.state.refresh()
-        else:
-            self._look_at_all()
+            return True
+        self._look_at_all()
+        return False
 
     def _leave(self) -> None:
         """Remember how everything is left after a step."""
@@ -399,7 +408,15 @@ class TrainingStep(Planned):
             settings.check_finite,
         )
         self._shape = state.shape()
-        self._parameters = list(settings.model.parameters())
+        self._hooks = HookWatch(list(settings.model.parameters()))
+
+    def _close(self, signature: Signature) -> None:
+        self._last.clear()
+        super()._close(signature)
+
+    def _drop_plans(self) -> None:
+        self._last.clear()
+        super()._drop_plans()
 
     def close(self) -> None:
         """Free the plans. The model and its optimizer go on without them."""
