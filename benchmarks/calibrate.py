@@ -5,8 +5,8 @@
 Half of the networks that the record has with all their kernels' times, every other by name, are fitted
 to. The other half says how good that is: what one stream and the chosen plan would take against what
 their replays took, and whether each pair of candidates is in the order in which they were when they were
-raced, if nothing disturbed that; two that would take the same time are half right. Writes NAME.json into
-src/torch_nimble/estimate. Needs no GPU, and some minutes: every network is captured.
+raced, if nobody else used the GPU then; two that would take the same time are half right. Writes NAME.json
+into src/torch_nimble/estimate. Needs no GPU, and some minutes: every network is captured.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ OLDER = {"triton_poi": "elementwise", "triton_red": "reduction", "triton_per": "
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 WAITS_US = np.arange(0.0, 4.01, 0.5)
 FILLS = 2.0 ** np.arange(16, 22)
-# How many times as long as by themselves plans may have taken in a race that nothing disturbed.
-CALM = 1.15
+# What lines say in which candidates were raced without anything else on the GPU.
+CALM = ("alone", "beside others, raced and timed in turns")
 # Medians that differ by less are the same.
 NOISE = 0.02
 Json = dict[str, Any]
@@ -74,8 +74,7 @@ class Network:
         }
         measured = {name: us for name, us in replays.items() if us}
         self.measured = self.raced | measured
-        # Whether candidates were raced without anything else on the GPU.
-        self.is_calm = all(self.raced.get(name, us) <= CALM * us for name, us in measured.items())
+        self.is_calm = line["settings"].get("prepared") in CALM
         found = load_target(line["target"], (), DTYPES[line["dtype"]])
         self.graph = fuse(gpu_taskgraph(found.model, found.args, found.kwargs))
 

@@ -391,7 +391,7 @@ def _head(part: Part, wanted: Wanted) -> Json:
         "tf32": True,
         "layout": "channels-last" if part.layout is torch.channels_last else "contiguous",
         "cudnn_benchmark": part.cudnn_benchmark,
-        "prepared": "alone" if wanted.parallel == 1 else "beside others, timed in turns",
+        "prepared": "alone" if wanted.parallel == 1 else "beside others, raced and timed in turns",
         "freezing": True,
         "threads": torch.get_num_threads() if part.device == "cpu" else None,
     }
