@@ -436,7 +436,8 @@ def test_several_prepare_at_the_same_time(tmp_path: Path, monkeypatch: pytest.Mo
     found = runner.run(wanted, QUIET)
     # Those that take longest first.
     assert [entry["target"] for entry in found] == ["darts", "amoebanet", "resnet50", "googlenet"]
-    assert {entry["settings"]["prepared"] for entry in found} == {"beside others, raced and timed in turns"}
+    in_turns = "beside others, raced and timed in turns"
+    assert {entry["settings"]["prepared"] for entry in found} == {in_turns}
     assert most == 2
     # Where they might not be ended in time they come last.
     wanted = replace(wanted, cases=cases[::-1], again=True, seconds=60)
