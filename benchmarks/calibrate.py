@@ -24,6 +24,7 @@ import numpy as np
 
 from torch_nimble.estimate.costs import FAMILIES, Gpu, Rates, estimated, fit
 from torch_nimble.estimate.fusing import fuse
+from torch_nimble.kernels.heads import Attention, is_attention
 from torch_nimble.kernels.sites import APART, MERGED, Site
 from torch_nimble.planning import gpu_taskgraph
 from torch_nimble.plans import Plan
@@ -83,15 +84,8 @@ class Network:
         for kernel in self.kernels:
             if kernel["chosen"] in (APART, MERGED):  # those that it is about have lines of their own
                 continue
-            site = Site.parse(kernel["site"])
-            work = layer_work(
-                site.image,
-                site.made,
-                site.window.kernel[0] * site.window.kernel[1],
-                site.window.size(*site.image[2:]),
-                ITEMSIZES[site.dtype],
-                site.kind == "depthwise",
-            )
+            name = kernel["site"]
+            work = attention_of(name) if is_attention(name) else layer_of(name)
             yield work, kernel["times_us"][kernel["chosen"]], kernel["count"]
 
     def others(self) -> Iterable[tuple[Work, float, int]]:
@@ -112,6 +106,28 @@ class Network:
         return {
             name: gpu.timeline(graph, plan).total_us for name, plan in plans.items() if plan is not None
         }
+
+
+def layer_of(name: str) -> Work:
+    """The work of a layer by its name in the record."""
+    site = Site.parse(name)
+    return layer_work(
+        site.image,
+        site.made,
+        site.window.kernel[0] * site.window.kernel[1],
+        site.window.size(*site.image[2:]),
+        ITEMSIZES[site.dtype],
+        site.kind == "depthwise",
+    )
+
+
+def attention_of(name: str) -> Work:
+    """The work of an attention by its name in the record."""
+    site = Attention.parse(name)
+    size = ITEMSIZES[site.dtype]
+    results = site.batch * site.heads * site.queries * site.width
+    moved = 2.0 * size * results * (1 + site.keys / site.queries)
+    return Work("attention", moved, 4.0 * results * site.keys, site.keys, results, size)
 
 
 def taken(kinds: Sequence[Json] | Mapping[str, tuple[int, float]]) -> list[tuple[str, int, float]]:
@@ -172,7 +188,9 @@ def gains_off(networks: Sequence[Network], gpu: Gpu) -> list[float]:
             if name != "serial":
                 measured = network.raced[name] / network.raced["serial"]
                 found.append(simulated[name] / simulated["serial"] / measured - 1)
-    return found or [0.0]
+    if not found:
+        raise ValueError("the record has no network whose candidates were raced alone or in turns")
+    return found
 
 
 def errors(networks: Sequence[Network], gpu: Gpu, which: str) -> list[float]:
@@ -194,7 +212,7 @@ def order(networks: Sequence[Network], gpu: Gpu) -> float:
                 is_slower = network.raced[a] > network.raced[b]
                 is_same = simulated[a] == simulated[b]
                 right.append(0.5 if is_same else is_slower == (simulated[a] > simulated[b]))
-    return statistics.mean(right) if right else 1.0
+    return statistics.mean(right)
 
 
 def summary(networks: Sequence[Network], gpu: Gpu) -> Json:

@@ -345,6 +345,7 @@ def test_what_is_not_known_is_named(tmp_path: Path) -> None:
         ([CASE], {"against": ["cudagraph"]}, "cannot be measured on cpu"),
         ([CASE], {"parallel": 2, "measures": ["cost"]}, "--parallel is for speed"),
         ([Case("resnet50", trains=True)], {"measures": ["plan"]}, "plan is not for training steps"),
+        ([CASE], {"measures": ["train-memory"]}, "train-memory is for training steps"),
         ([CASE], {"cache": Path("c"), "measures": ["speed", "cost"]}, "leave --cache out"),
     ):
         with pytest.raises(NimbleError, match=message):

@@ -264,6 +264,9 @@ def _check(wanted: Wanted) -> None:
             f"--measure {strange[0]} is not for training steps; of those there are "
             f"{' and '.join(_OF_STEPS)}"
         )
+    steps = [name for name in wanted.measures if name in _OF_STEPS.values()]
+    if steps and not all(case.trains for case in wanted.cases):
+        raise OptionError(f"--measure {steps[0]} is for training steps; name --suite training alone")
     if wanted.cache is not None and "cost" in wanted.measures:
         raise OptionError("--measure cost begins without caches; leave --cache out")
 

@@ -344,6 +344,7 @@ class TrainingStep(Planned):
         Modules, names that the loss function uses, parameters, switches of the optimizer.
         """
         self._left = None
+        self._last.clear()
         refuse_hooks(self.model)
         refuse_shared_memory(self.model)
         is_same = self._modules_watch.unchanged() and self._callee.reaches_the_same()

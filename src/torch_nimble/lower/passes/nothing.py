@@ -1,9 +1,9 @@
 """Values that only look as if they depended on a tensor, or lay where no kernel of a GPU can read them.
 
-`x.new_zeros(...)` reads nothing of `x`: its shape, dtype and device are known. What is made of it alone,
-such as the mask of a shifted window, is then a constant. A number in a tensor on the CPU (a model's
-`torch.tensor(0.5)`, or what is written into a slice) takes part in operators on a GPU; there it is a
-constant of the GPU, made anew when it changes.
+`x.new_zeros(...)` reads nothing of `x`: its shape, dtype and device are known. What is made of it and of
+constants, such as the mask of a shifted window by the numbers that are written into it, is constant
+then. A number in a tensor on the CPU (a model's `torch.tensor(0.5)`, or what is written into a slice)
+takes part in operators on a GPU; there it is a constant of the GPU, made anew when it changes.
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ def forget_shapes_from(graph: fx.Graph, constants: frozenset[str]) -> int:
 def bring_numbers(graph: fx.Graph, constants: frozenset[str]) -> int:
     """Let operators read numbers in tensors of the CPU where they work themselves.
 
-    As far as they are constants: others would have to be copied in every call.
+    As far as they are constants: others would have to be copied in every call. Each reader has a copy of
+    its own, for what is read may be written in between.
     """
-    brought: dict[tuple[fx.Node, torch.device], fx.Node] = {}
+    brought = 0
     fixed: set[fx.Node] = set()
     for node in list(graph.nodes):
         if node.name in constants or (gives_the_same(node) and fixed.issuperset(node.all_input_nodes)):
@@ -67,13 +68,12 @@ def bring_numbers(graph: fx.Graph, constants: frozenset[str]) -> int:
         for value in node.all_input_nodes:
             if value not in fixed or not _is_number_of_the_cpu(value):
                 continue
-            if (value, home) not in brought:
-                with graph.inserting_before(node):
-                    copy = graph.call_function(_COPY, (value,), {"device": home})
-                copy.meta = {**value.meta, "val": value.meta["val"].to(home)}
-                brought[value, home] = copy
-            node.replace_input_with(value, brought[value, home])
-    return len(brought)
+            with graph.inserting_before(node):
+                copy = graph.call_function(_COPY, (value,), {"device": home})
+            copy.meta = {**value.meta, "val": value.meta["val"].to(home)}
+            node.replace_input_with(value, copy)
+            brought += 1
+    return brought
 
 
 def _device_of(node: fx.Node) -> torch.device | None:
