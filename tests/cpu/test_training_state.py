@@ -38,6 +38,7 @@ from cpu.training_parts import (
 )
 from torch_nimble import weights
 from torch_nimble.prepared import Prepared
+from torch_nimble.quick import LastStep
 
 # ------------------------------------------------------------ the optimizer's state
 
@@ -567,21 +568,6 @@ def test_steps_like_the_one_before_need_no_signature(monkeypatch: pytest.MonkeyP
     assert signatures_of(some(10)) == 0
 
 
-@pytest.fixture
-def uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans that move no version counters: nothing but the kind of a step says which one it needs."""
-    run = Prepared.run
-
-    def quietly(self: Prepared, tensors: Any) -> Any:
-        held = [t for s in self._program.sources.values() if (t := s.tensor()) is not None]
-        versions = [tensor._version for tensor in held]
-        result = run(self, tensors)
-        torch._C._autograd._unsafe_set_version_counter(tuple(held), tuple(versions))
-        return result
-
-    monkeypatch.setattr(Prepared, "run", quietly)
-
-
 def half_steps(twins: Twins, given: list[Any]) -> None:
     """Two batches a step, by us and by PyTorch."""
     for first, second in zip(given[::2], given[1::2], strict=True):
@@ -595,20 +581,36 @@ def half_steps(twins: Twins, given: list[Any]) -> None:
         weights._optimizer_steps[0] = counted
 
 
-@pytest.mark.usefixtures("uncounted")
 @pytest.mark.parametrize("change", ["mode", "module", "both"])
-def test_all_batches_of_a_step_are_for_the_model_as_it_is_now(change: str) -> None:
+def test_all_batches_of_a_step_are_for_the_model_as_it_is_now(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What else is looked at before a plan runs would notice, too; here it must be right at once."""
     twins = Twins(convnet(), momentum, classify, accumulate=2)
-    half_steps(twins, [images(seed) for seed in range(4)])
+    plan_for = LastStep.plan_for
+    found: list[Prepared] = []
+
+    def checked(self: LastStep, *given: Any) -> Prepared | None:
+        plan = plan_for(self, *given)
+        if plan is not None:
+            assert not plan.closed
+            assert plan.signature.training == tuple(twins.step._modules_watch.training())
+            assert plan.signature.phase == twins.step._phase()
+            found.append(plan)
+        return plan
+
+    monkeypatch.setattr(LastStep, "plan_for", checked)
+    half_steps(twins, [images(seed) for seed in range(6)])
     for number in range(2):
         for model, _ in twins.both():
             if change != "module":
                 model.train(number % 2 == 1)
             if change != "mode":
                 model.left[2] = nn.Tanh() if number % 2 == 0 else nn.ReLU()
-        half_steps(twins, [images(10 * number + seed) for seed in range(4)])
+        half_steps(twins, [images(10 * number + seed) for seed in range(6)])
         for name, value in twins.eager_model.state_dict().items():
             assert_close([twins.model.state_dict()[name]], [value], 1e-9)
+    assert found
 
 
 def test_several_batches_of_a_step_have_a_plan_of_their_own_each() -> None:
