@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
+
+from torch_nimble import cli
 
 GRAPH = {
     "tasks": [
@@ -20,7 +25,22 @@ GRAPH = {
 }
 
 
-def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """In this process: to start one takes seconds, most of them for importing torch."""
+    out, errors, code = io.StringIO(), io.StringIO(), 0
+    with (
+        mock.patch.object(sys, "argv", ["torch-nimble", *arguments]),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(errors),
+    ):
+        try:
+            cli.main()
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), errors.getvalue())
+
+
+def run_apart(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "torch_nimble", *arguments],
         capture_output=True,
@@ -110,7 +130,7 @@ def test_plan_for_people_names_the_counts(graph_file: Path) -> None:
     assert "\x1b[" not in done.stdout, "colour codes in a pipe"
 
 
-def test_plan_of_an_object_in_a_module(tmp_path: Path) -> None:
+def test_plan_of_an_object_in_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text(
         "import torch\n"
         "class Two(torch.nn.Module):\n"
@@ -122,15 +142,19 @@ def test_plan_of_an_object_in_a_module(tmp_path: Path) -> None:
         "def function(x):\n"
         "    return x.cos() + x.sin()\n"
     )
-    for name in ("model", "function"):
-        done = run("plan", f"mine:{name}", "--input", "2x3", "--json", cwd=tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    arguments = ["--input", "2x3", "--json"]
+    for done in (
+        run_apart("plan", "mine:model", *arguments, cwd=tmp_path),
+        run("plan", "mine:function", *arguments),
+    ):
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout)
         assert (found["tasks"], found["streams"], found["waits"]) == (3, 2, 1)
 
 
 def test_plan_of_a_zoo_network_with_its_own_input() -> None:
-    done = run("plan", "random-wired", "--input", "1x3x64x64", "--dtype", "bf16", "--json")
+    done = run("plan", "ensemble", "--input", "1x3x16x16", "--dtype", "bf16", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["costs"] == "unit"
@@ -183,7 +207,7 @@ def test_version_and_doctor() -> None:
 
 
 def test_demo_tells_the_story_and_succeeds() -> None:
-    done = run("demo", "--network", "ensemble", "--rounds", "3")
+    done = run_apart("demo", "--network", "ensemble", "--rounds", "3")
     assert done.returncode == 0, done.stderr
     said = " ".join(done.stdout.split())
     for word in ("tasks", "chains", "streams", "waits", "serial", "agrees", "CPU"):
