@@ -142,7 +142,7 @@ def test_plan_of_an_object_in_a_module(tmp_path: Path, monkeypatch: pytest.Monke
         "def function(x):\n"
         "    return x.cos() + x.sin()\n"
     )
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
     arguments = ["--input", "2x3", "--json"]
     for done in (
         run_apart("plan", "mine:model", *arguments, cwd=tmp_path),
@@ -151,6 +151,7 @@ def test_plan_of_an_object_in_a_module(tmp_path: Path, monkeypatch: pytest.Monke
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout)
         assert (found["tasks"], found["streams"], found["waits"]) == (3, 2, 1)
+    sys.modules.pop("mine")
 
 
 def test_plan_of_a_zoo_network_with_its_own_input() -> None:
@@ -207,7 +208,7 @@ def test_version_and_doctor() -> None:
 
 
 def test_demo_tells_the_story_and_succeeds() -> None:
-    done = run_apart("demo", "--network", "ensemble", "--rounds", "3")
+    done = run_apart("demo", "--network", "recommender", "--rounds", "3")
     assert done.returncode == 0, done.stderr
     said = " ".join(done.stdout.split())
     for word in ("tasks", "chains", "streams", "waits", "serial", "agrees", "CPU"):

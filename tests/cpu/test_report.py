@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 import torch_nimble as nimble
 from cpu.helpers import Model, assert_equal
-from cpu.test_cli import GRAPH, run
+from cpu.test_cli import GRAPH, run, run_apart
 from torch_nimble.capture import Adapter, Callee, capture
 from torch_nimble.execute.cpu import CpuExecutable
 from torch_nimble.execute.timelines import cpu_timeline, middle_pass
@@ -208,7 +209,7 @@ def test_a_task_graph_is_reported_without_torch(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def mine(tmp_path: Path) -> Path:
+def mine(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "mine.py").write_text(
         "import torch\n"
         "class Two(torch.nn.Module):\n"
@@ -216,12 +217,13 @@ def mine(tmp_path: Path) -> Path:
         "        return x.cos() + x.sin()\n"
         "model = Two()\n"
     )
-    return tmp_path
+    yield tmp_path
+    sys.modules.pop("mine", None)
 
 
 def test_a_model_is_prepared_raced_and_reported(mine: Path) -> None:
     asked = ["--input", "2x3", "--device", "cpu", "--trace", "trace.json", "--json"]
-    done = run("report", "mine:model", *asked, cwd=mine)
+    done = run_apart("report", "mine:model", *asked, cwd=mine)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert said["model"] == "mine:model"
@@ -242,7 +244,6 @@ def test_a_model_s_times_can_be_simulated(mine: Path, monkeypatch: pytest.Monkey
     console = Console(file=io.StringIO())
     wanted = Wanted("mine:model", ["2x3"], "fp64", "cpu", "simulated", mine / "page.html", None)
     said = make_report(wanted, console)
-    sys.modules.pop("mine")
     assert said["times"] == "simulated"
     assert said["speedup_over_eager"] > 0
     assert "2×3 float64" in (mine / "page.html").read_text()
@@ -254,7 +255,6 @@ def test_a_model_is_planned_as_on_a_gpu_that_is_not_here(
     monkeypatch.chdir(mine)
     console = Console(file=io.StringIO())
     made = make_plan("mine:model", ["2x3"], "fp16", None, console, "h200")
-    sys.modules.pop("mine")
     found = json.loads(json.dumps(made.to_dict()))
     assert (found["gpu"], found["costs"]) == ("h200", "given")
     assert found["critical_path_us"] <= found["simulated_us"] < 100
@@ -270,7 +270,6 @@ def test_a_model_is_reported_as_on_a_gpu_that_is_not_here(
     files = mine / "page.html", mine / "trace.json"
     wanted = Wanted("mine:model", ["2x3"], "fp16", None, None, *files, "h200")
     said = make_report(wanted, Console(file=io.StringIO()))
-    sys.modules.pop("mine")
     assert (said["times"], said["device"]) == ("estimated", "h200, estimated")
     assert "not fitted to" in said["notes"][0]
     page = files[0].read_text()
@@ -290,11 +289,14 @@ def test_a_model_is_reported_as_on_a_gpu_that_is_not_here(
         (["graph.json", "--out", "no/such/folder.html"], ["no/such/folder.html"]),
     ],
 )
-def test_wrong_wishes_get_one_clear_line(mine: Path, arguments: list[str], words: list[str]) -> None:
+def test_wrong_wishes_get_one_clear_line(
+    mine: Path, arguments: list[str], words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(mine)
     if "cuda" in arguments and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     (mine / "graph.json").write_text(json.dumps(GRAPH))
-    done = run("report", *arguments, cwd=mine)
+    done = run("report", *arguments)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     for word in ["error:", *words]:
