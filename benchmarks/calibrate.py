@@ -24,7 +24,6 @@ import numpy as np
 
 from torch_nimble.estimate.costs import FAMILIES, Gpu, Rates, estimated, fit
 from torch_nimble.estimate.fusing import fuse
-from torch_nimble.kernels.heads import Attention, is_attention
 from torch_nimble.kernels.sites import APART, MERGED, Site
 from torch_nimble.planning import gpu_taskgraph
 from torch_nimble.plans import Plan
@@ -84,8 +83,15 @@ class Network:
         for kernel in self.kernels:
             if kernel["chosen"] in (APART, MERGED):  # those that it is about have lines of their own
                 continue
-            name = kernel["site"]
-            work = attention_of(name) if is_attention(name) else layer_of(name)
+            site = Site.parse(kernel["site"])
+            work = layer_work(
+                site.image,
+                site.made,
+                site.window.kernel[0] * site.window.kernel[1],
+                site.window.size(*site.image[2:]),
+                ITEMSIZES[site.dtype],
+                site.kind == "depthwise",
+            )
             yield work, kernel["times_us"][kernel["chosen"]], kernel["count"]
 
     def others(self) -> Iterable[tuple[Work, float, int]]:
@@ -106,28 +112,6 @@ class Network:
         return {
             name: gpu.timeline(graph, plan).total_us for name, plan in plans.items() if plan is not None
         }
-
-
-def layer_of(name: str) -> Work:
-    """The work of a layer by its name in the record."""
-    site = Site.parse(name)
-    return layer_work(
-        site.image,
-        site.made,
-        site.window.kernel[0] * site.window.kernel[1],
-        site.window.size(*site.image[2:]),
-        ITEMSIZES[site.dtype],
-        site.kind == "depthwise",
-    )
-
-
-def attention_of(name: str) -> Work:
-    """The work of an attention by its name in the record."""
-    site = Attention.parse(name)
-    size = ITEMSIZES[site.dtype]
-    results = site.batch * site.heads * site.queries * site.width
-    moved = 2.0 * size * results * (1 + site.keys / site.queries)
-    return Work("attention", moved, 4.0 * results * site.keys, site.keys, results, size)
 
 
 def taken(kinds: Sequence[Json] | Mapping[str, tuple[int, float]]) -> list[tuple[str, int, float]]:

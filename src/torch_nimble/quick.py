@@ -18,6 +18,7 @@ import torch
 from torch_nimble.execute.cuda import CudaExecutable
 from torch_nimble.flags import profiling
 from torch_nimble.prepared import Prepared
+from torch_nimble.signature import tensor_keys
 from torch_nimble.tree import Leaf, Node, flatten_inputs, unflatten_output
 
 MISS: Final = object()
@@ -48,20 +49,16 @@ class LastStep:
     def __init__(self, prepared: Prepared, structure: Node, tensors: Sequence[torch.Tensor]) -> None:
         self._prepared = prepared
         self._structure = structure
-        self._kinds = _kinds(tensors)
+        self._kinds = tensor_keys(tensors)
 
     def plan_for(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Prepared | None:
         """The plan, if it is for these too."""
         is_same = (
             structure == self._structure
-            and _kinds(tensors) == self._kinds
+            and tensor_keys(tensors) == self._kinds
             and self._prepared.signature.modes_hold(self._prepared.device.device.type)
         )
         return self._prepared if is_same else None
-
-
-def _kinds(tensors: Sequence[torch.Tensor]) -> list[Any]:
-    return [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
 
 
 class QuickCall:

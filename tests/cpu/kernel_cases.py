@@ -15,8 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from torch_nimble.kernels.attending import _attention, result_like
-from torch_nimble.kernels.heads import MASKS, Attention, Mask, ways_to_attend
 from torch_nimble.kernels.operator import capability_of, launches_of, lay_out, pitch_of, result_of
 from torch_nimble.kernels.sites import BEFORE, OF_ROWS, Kind, Site, Way, Window, configs
 
@@ -143,85 +141,15 @@ def assert_near(found: Tensor, wanted: Tensor, allowed: float) -> None:
     assert error <= allowed, error
 
 
-# -------------------------------------------------------------------- attention
-
-# Batch, heads, queries, keys, width.
-HEADS = [(1, 2, 7, 7, 16), (2, 3, 33, 33, 20), (1, 1, 1, 70, 64), (1, 2, 65, 40, 8), (2, 1, 16, 130, 33)]
-# Of masks, to be made as large as needed.
-SPREADS = [(True, True, True, True), (False, False, True, True), (False, True, False, True)]
-AttentionCase = tuple[tuple[int, int, int, int, int], Mask]
-
-
-def attention_cases() -> list[AttentionCase]:
-    return list(itertools.product(HEADS, MASKS))
-
-
-def check_attention(
-    case: AttentionCase, dtype: torch.dtype, device: str, allowed: float, every: int = 1
-) -> None:
-    """One attention in all ways there are, or each so many-th of them, masks of several shapes."""
-    (batch, heads, queries, keys, width), kind = case
-    name = str(dtype).removeprefix("torch.")
-    site = Attention(batch, heads, queries, keys, width, name, kind)
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device, dtype)
-
-    given = random(batch, queries, heads, width).transpose(1, 2)
-    both = random(batch, keys, heads, 2, width)
-    held, values = (part.transpose(1, 2) for part in both.unbind(3))
-    configs = ways_to_attend(site, "full", may_round=False)
-    for number, config in enumerate(configs[::every]):
-        mask = None
-        if kind in ("shown", "added"):
-            spread = SPREADS[number % len(SPREADS)]
-            sizes = zip((batch, heads, queries, keys), spread, strict=True)
-            numbers = random(*(size if is_whole else 1 for size, is_whole in sizes))
-            mask = numbers > 0 if kind == "shown" else numbers
-        wide = [tensor.double() for tensor in (given, held, values)]
-        shown = mask.double() if kind == "added" and mask is not None else mask
-        is_causal, scale = kind == "causal", 0.3
-        # Queries that see nothing give zeros.
-        wanted = F.scaled_dot_product_attention(*wide, shown, is_causal=is_causal, scale=scale)
-        wanted = wanted.nan_to_num(0.0)
-        by_query = number % 2 == 0
-        found = _attention(given, held, values, mask, scale, is_causal, by_query, config)
-        assert found.shape == wanted.shape
-        assert (found.transpose(1, 2) if by_query else found).is_contiguous()
-        error = ((found.double() - wanted).norm() / wanted.norm()).item()
-        assert error <= allowed, (site, config, error)
-
-
 # -------------------------------------------------------------------- the stand-in
 
 
 @contextlib.contextmanager
 def stand_in() -> Iterator[None]:
-    """Our operators on the CPU, by torch."""
+    """Our operator on the CPU, by torch."""
     with torch.library._scoped_library("torch_nimble", "IMPL") as library:
         library.impl("convolve", convolve, "CPU")
-        library.impl("attention", attend, "CPU")
         yield
-
-
-def attend(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    is_causal: bool,
-    by_query: bool,
-    config: str,
-) -> Tensor:
-    """What the kernel of attention computes, by torch."""
-    assert Way.parse(config).family == "attention"
-    assert all(tensor.stride(3) == 1 for tensor in (queries, keys, values))
-    made = F.scaled_dot_product_attention(
-        queries, keys, values, mask, is_causal=is_causal, scale=scale
-    ).nan_to_num(0.0)
-    return result_like(queries, by_query).copy_(made)
 
 
 def convolve(

@@ -5,14 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cpu.kernel_cases import (
-    AttentionCase,
-    Case,
-    attention_cases,
-    cases,
-    check_attention,
-    check_kernels,
-)
+from cpu.kernel_cases import Case, cases, check_kernels
 
 # The last is for products of numbers rounded to TF32.
 ALLOWED = [
@@ -32,9 +25,3 @@ def test_kernels_are_right(case: Case, dtype: torch.dtype, tf32: bool, allowed: 
         check_kernels(case, dtype, "cuda", allowed, every=3, tf32=tf32)
     finally:
         torch.backends.cudnn.allow_tf32 = before
-
-
-@pytest.mark.parametrize(("dtype", "tf32", "allowed"), ALLOWED[:3])
-@pytest.mark.parametrize("case", attention_cases(), ids=str)
-def test_attention_is_right(case: AttentionCase, dtype: torch.dtype, tf32: bool, allowed: float) -> None:
-    check_attention(case, dtype, "cuda", allowed, every=3)
