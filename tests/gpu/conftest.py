@@ -55,6 +55,7 @@ def allocated() -> Callable[[], int]:
     def now() -> int:
         gc.collect()
         torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()  # those of tests before this one go at any time
         torch.cuda.empty_cache()
         return torch.cuda.memory_allocated()
 
