@@ -182,17 +182,22 @@ def _share_missed(
     """By what share of their way all are off from where eager's went, rounding aside."""
     if not all(torch.equal(a.isfinite(), b.isfinite()) for a, b in zip(found, wanted, strict=True)):
         return math.inf
-    before, found, ends = (list(map(_wide, tensors)) for tensors in (before, found, wanted))
-    moves = [b - a for a, b in zip(before, ends, strict=True)]
-    misses = [b - a for a, b in zip(found, ends, strict=True)]
-    moved, missed, size = (
-        math.hypot(*(torch.linalg.vector_norm(t.nan_to_num(0.0, 0.0, 0.0)).item() for t in tensors))
-        for tensors in (moves, misses, ends)
-    )
+    # One after another: as numbers of twice the size, all of them might not fit beside the model.
+    ways = [_norms(*map(_wide, tensors)) for tensors in zip(before, found, wanted, strict=True)]
+    moved, missed, size = (math.hypot(*norms) for norms in zip(*ways, strict=True))
     missed -= _ROUNDINGS * torch.finfo(wanted[0].dtype).eps * size
     if missed <= 0:
         return 0.0
     return missed / moved if moved > 0 else math.inf
+
+
+def _norms(before: torch.Tensor, found: torch.Tensor, end: torch.Tensor) -> tuple[float, float, float]:
+    """How far a tensor was to go, how far from there it is, and how large it is there."""
+    moved, missed, size = (
+        torch.linalg.vector_norm(t.nan_to_num(0.0, 0.0, 0.0)).item()
+        for t in (end - before, end - found, end)
+    )
+    return moved, missed, size
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
