@@ -127,7 +127,7 @@ def full() -> list[Json]:
             dtype="fp32",
             batch=32,
             systems={
-                name: {"memory": {"own": {"reserved": n << 20}, "preparing": {"allocated": 2 * n << 20}}}
+                name: {"memory": {"running": {"reserved": n << 20}, "peak": {"allocated": 2 * n << 20}}}
                 for name, n in (("compile", 25), ("nimble", 30))
             },
         ),

@@ -25,14 +25,17 @@ from torch_nimble.devices import RefusedError
 from torch_nimble.devices.cuda import CudaDevice
 from torch_nimble.errors import LoweringError
 from torch_nimble.execute.cuda import CudaExecutable
+from torch_nimble.execute.demands import Watch, multiplying_tasks
 from torch_nimble.execute.room import Room
 from torch_nimble.execute.timelines import cuda_timeline
+from torch_nimble.execute.walk import buffers_of_operators
 from torch_nimble.flags import numeric_flags
 from torch_nimble.lower import Lowered, lower
 from torch_nimble.options import Options
 from torch_nimble.quick import MISS
 from torch_nimble.schedule import critical_first, lanes, max_concurrency, serial
 from torch_nimble.schedule.memory import check_memory
+from torch_nimble.schedule.pools import MIB, Demand
 from torch_nimble.tree import flatten_inputs
 from torch_nimble.trial import Trial
 from torch_nimble.weights import FoldedConstants
@@ -452,6 +455,96 @@ def test_a_plan_beyond_the_limit_of_memory_is_left_out_or_refused(
     assert all(entry.memory_bytes <= limit for entry in some)
     with pytest.raises(RefusedError, match="memory_limit is 1 bytes, and the plan that needs least"):
         list(device.entries(trial, Options(memory_limit=1)))
+
+
+class Two(nn.Module):
+    """Two matrix products that do not depend on each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(self.one(x)) + torch.cos(self.other(x))
+
+
+WORKSPACE, SCRATCH = 32 * MIB, 3 * MIB
+
+
+class Statistics:
+    """Of a device: the first matrix product takes a workspace, each of them scratch memory."""
+
+    def __init__(self, lowered: Lowered) -> None:
+        self._nbytes = {buffer.name: buffer.nbytes for buffer in lowered.graph.buffers}
+        self._multiplying = multiplying_tasks(lowered.graph)
+        self._results = buffers_of_operators(lowered)
+        self.taken = self.held = 100
+
+    def carry_out(self, task: str) -> None:
+        kept = sum(self._nbytes[buffer] for buffer in self._results[task].values())
+        if task in self._multiplying:
+            kept += WORKSPACE if self.held < WORKSPACE else 0
+            self.taken += SCRATCH
+        self.taken += kept
+        self.held += kept
+
+    def now(self, device: Any) -> dict[str, int]:
+        return {
+            "requested_bytes.all.allocated": self.taken,
+            "requested_bytes.all.current": self.held,
+        }
+
+
+def watched(lowered: Lowered, monkeypatch: pytest.MonkeyPatch) -> dict[str, Demand]:
+    statistics, watch = Statistics(lowered), Watch(lowered, CPU)
+    monkeypatch.setattr(torch.cuda, "memory_stats", statistics.now)
+    for launch in serial(lowered.graph).launches:
+        watch.before(launch)
+        statistics.carry_out(launch.task)
+        watch.after(launch)
+    return watch.demands()
+
+
+def test_demands_are_told_apart_by_what_is_held_and_what_was_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lowered, _ = parts(Two().eval(), torch.randn(4, 8))
+    demands = watched(lowered, monkeypatch)
+    multiplying = multiplying_tasks(lowered.graph)
+    assert len(multiplying) == 2
+    for task, demand in demands.items():
+        assert sum(demand.results.values()) == 4 * 8 * 4
+        wanted = (SCRATCH, WORKSPACE) if task in multiplying else (0, 0)
+        assert (demand.scratch, demand.workspace) == wanted
+
+
+def test_where_memory_is_short_matrix_products_share_a_workspace(
+    device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(4, 8)
+    lowered, trial = parts(Two().eval(), x)
+    found = watched(lowered, monkeypatch)
+    monkeypatch.setattr(Watch, "demands", lambda watch: found)
+    blocks: list[int] = []
+    empty = torch.empty
+
+    def recording(*args: Any, **given: Any) -> Tensor:
+        blocks.extend(args[:1] if given.get("dtype") == torch.uint8 else ())
+        return empty(*args, **given)
+
+    monkeypatch.setattr(torch, "empty", recording)
+    entries = list(device.entries(trial, Options(memory_limit=1 << 30)))
+    names = {entry.name: entry for entry in entries}
+    assert {"serial", "max-concurrency"} <= names.keys()
+    # 35 MiB in one segment, instead of 32 and 20; on the second stream once more.
+    assert names["serial"].memory_bytes >> 20 == 36 + 2
+    assert names["max-concurrency"].memory_bytes >> 20 == 2 * (36 + 2)
+    assert blocks.count(36 * MIB) > 2
+    settled = device.settle(names["max-concurrency"], entries, Options(), ((8, 1),))
+    assert settled.first_blocks == {0: 36 * MIB, 1: 36 * MIB}  # type: ignore[attr-defined]
+    entries = list(device.entries(trial, Options(memory_limit=60 * MIB)))
+    assert "max-concurrency, gathered" in [entry.name for entry in entries]
+    assert all(entry.memory_bytes <= 60 * MIB for entry in entries)
 
 
 def test_a_failure_of_the_device_is_a_refusal_and_lack_of_memory_is_not(

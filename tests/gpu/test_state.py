@@ -34,6 +34,7 @@ from gpu.helpers import (
     signatures,
     step,
 )
+from torch_nimble.schedule import lanes, serial
 
 
 @pytest.fixture(scope="module")
@@ -222,6 +223,39 @@ def test_memory_of_plans_that_hold_no_longer_is_freed(allocated: Callable[[], in
         assert_close(fast(small), torch.sin(small) * 3)
         assert allocated() - before < LIBRARIES_BYTES
         assert len(signatures(fast)) == 1
+
+
+class Widening(nn.Module):
+    """Library kernels on several branches, with results and scratch memory of some MiB each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 64, 3, padding=1)
+        self.branches = nn.ModuleList(nn.Conv2d(64, 64, 3, padding=1) for _ in range(6))
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return self.head(torch.stack([b(x).relu().mean((2, 3)) for b in self.branches]).sum(0))
+
+
+def test_memory_that_an_engine_tells_is_what_torch_reserves(allocated: Callable[[], int]) -> None:
+    model = ready(Widening())
+    x = normal(4, 3, 64, 64)
+    with nimble.compile(model, (x,), tune="off") as fast:
+        graph = fast.taskgraph
+    for plan in (serial(graph), lanes(graph, 6)):
+        allocated()
+        before = torch.cuda.memory_reserved()
+        with nimble.compile(model, (x,), tune="off", plan=plan) as fast:
+            fast(x)
+            assert fast.plan.streams == plan.streams
+            told = signatures(fast)[0]["memory_bytes"]
+            allocated()
+            held = torch.cuda.memory_reserved() - before
+            assert told > 10 * MIB, "little is told: this comparison could not fail"
+            # Beside what is told, what was folded; and segments that were there before have room left.
+            assert 0.7 * told - 20 * MIB < held < 1.1 * told + 6 * MIB
 
 
 def test_engines_made_and_closed_again_and_again_leave_no_memory(allocated: Callable[[], int]) -> None:

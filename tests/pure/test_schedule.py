@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
@@ -53,6 +54,7 @@ from torch_nimble.schedule import (
 )
 from torch_nimble.schedule.bits import bitset, lowest, members
 from torch_nimble.schedule.matching import FREE, maximum_matching
+from torch_nimble.schedule.planners import gathered
 from torch_nimble.schedule.reduce import closure, reduce
 from torch_nimble.schedule.verify import happens_before
 from torch_nimble.taskgraph import Task, TaskGraph
@@ -489,6 +491,27 @@ def test_critical_first_is_a_valid_plan_with_the_longest_path_on_high_priority(
     _, path = critical_path(graph)
     assert high >= set(path)
     assert Plan.from_dict(first.to_dict()) == first
+
+
+@given(st.data())
+def test_gathered_tasks_are_on_one_stream_and_all_others_where_they_were(data: st.DataObject) -> None:
+    graph = data.draw(graphs())
+    plan = data.draw(plans(graph))
+    names = [task.name for task in graph.tasks]
+    some = data.draw(st.sets(st.sampled_from(names)) if names else st.just(set()))
+    for before in (plan, critical_first(graph, plan)):
+        after = gathered(graph, before, some)
+        verify(graph, after)
+        streams = Counter(launch.stream for launch in before.launches if launch.task in some)
+        homes = {launch.stream for launch in after.launches if launch.task in some}
+        assert len(homes) <= 1
+        assert all(streams[home] == max(streams.values()) for home in homes)
+        assert (after is before) == (len(streams) < 2)
+        for old, new in zip(before.launches, after.launches, strict=True):
+            assert old.task == new.task
+            assert new.stream == old.stream or new.task in some
+        used = {launch.stream for launch in after.launches}
+        assert after.high_priority == before.high_priority & used
 
 
 def test_priorities_and_variants_survive_json_and_are_checked() -> None:

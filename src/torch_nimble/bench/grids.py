@@ -86,8 +86,8 @@ def training(entries: Sequence[Json]) -> Grid:
 
 
 def step_memory(entries: Sequence[Json]) -> Grid:
-    """MiB beside the weights, every system: what torch reserves for steps, and uses while preparing."""
-    kinds = (("steps", "own.reserved"), ("preparing", "preparing.allocated"))
+    """MiB, every system: what torch reserves for steps, and has in use at most while preparing."""
+    kinds = (("steps", "running.reserved"), ("preparing", "peak.allocated"))
     systems = measured(entries)
     columns: list[Column] = [
         (f"{called(name)}, {what}", at(f"{name}.memory.{field}", scale=2**-20))
@@ -95,7 +95,7 @@ def step_memory(entries: Sequence[Json]) -> Grid:
         for name in systems
     ]
     for name in (name for name in systems if name in ("compile", "reduce-overhead")):
-        ratio = over(f"{OURS}.memory.own.reserved", f"{name}.memory.own.reserved")
+        ratio = over(f"{OURS}.memory.running.reserved", f"{name}.memory.running.reserved")
         columns.append((f"steps, ours / {called(name)}", ratio))
     return grid_of(entries, columns)
 

@@ -40,7 +40,7 @@ _BY_MEASURE = (
     ("train", "p50 of a training step in µs", grids.training),
     ("cost", "Seconds to the first answer, caches cold and warm; peak of reserved memory", grids.costs),
     ("memory", "MiB: the most in use while preparing; reserved from then on", grids.memory),
-    ("train-memory", "MiB beside the weights: steps; most in use while preparing", grids.step_memory),
+    ("train-memory", "MiB: reserved for steps; most in use while preparing", grids.step_memory),
     ("plan", "A saved plan in a fresh process against one stream", grids.plans),
     ("call", "The host's part of a call", grids.calls),
 )

@@ -27,9 +27,11 @@ from torch_nimble.devices.tuning import check_precision, chosen_for, compile_cho
 from torch_nimble.errors import FallbackError, LoweringError, PlanError
 from torch_nimble.execute.check import tf32_tolerance
 from torch_nimble.execute.cuda import Binding, CudaExecutable, free_workspaces
+from torch_nimble.execute.demands import Watch, multiplying_tasks
 from torch_nimble.execute.measure import Timing, alone, race
 from torch_nimble.execute.room import Room
 from torch_nimble.execute.timelines import cuda_timeline
+from torch_nimble.execute.walk import TaskHook, releases_of
 from torch_nimble.explain import Candidate, not_tried
 from torch_nimble.flags import convolutions_may_use_tf32, matmul_may_use_tf32
 from torch_nimble.kernels.sites import APART, LIBRARY, OF_ROWS, Tuning
@@ -45,7 +47,8 @@ from torch_nimble.schedule import (
     serial,
     simulate,
 )
-from torch_nimble.schedule.planners import concurrent_plans
+from torch_nimble.schedule.planners import concurrent_plans, gathered
+from torch_nimble.schedule.pools import Demand, plan_pools
 from torch_nimble.trial import Trial
 
 log = logging.getLogger("torch_nimble")
@@ -58,11 +61,10 @@ _COST_ROUNDS = 9
 _WORTH_TRYING = 1.25
 TIE_OF_REPLAYS = 1.005
 """Replays of one graph hardly differ."""
-# How much more memory than the plan on one stream a plan may take, the weights counted in.
-_SPARE_MEMORY = 1.35
-# What cuBLAS takes for each stream it works on, on the GPUs that take most.
-_WORKSPACE_BYTES = 32 << 20
-_USES_WORKSPACE = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "_scaled_mm")
+# How much more memory than the plan on one stream a plan may take, the weights counted in: for a call,
+# and for a training step. What a few streams always take is allowed to small networks, too.
+_SPARE_MEMORY, _SPARE_IN_TRAINING = 1.4, 1.3
+_ALWAYS_SPARE_BYTES = 64 << 20
 
 
 class CudaDevice(Device):
@@ -188,11 +190,17 @@ class CudaDevice(Device):
         """The winner's plan captured again in the engine's own room; that of the trial is freed."""
         for entry in entries:
             entry.executable.close()
+        assert isinstance(winner.executable, CudaExecutable)
         lowered = winner.executable.lowered
         variants = {name: k.variant() for name, k in lowered.program.tunables().items()}
         plan = dataclasses.replace(winner.plan, variants=variants)
         made = CudaExecutable(
-            lowered, plan, self.room, static_outputs=options.static_outputs, ports=True
+            lowered,
+            plan,
+            self.room,
+            static_outputs=options.static_outputs,
+            ports=True,
+            first_blocks=winner.executable.first_blocks,
         )
         made.result_strides = strides
         with _refusing_failures(), self.room.lock:  # others must not run while the arena moves
@@ -244,7 +252,10 @@ class Candidates:
             CudaExecutable(self.lowered, plan, room).warm_up(trial.copied_constants, trial.inputs)
         trial.restore()
         self._limit: float = float("inf")
-        untimed = self.entry(plan)
+        self._demands: dict[str, Demand] = {}
+        watch = Watch(self.lowered, room.device)
+        untimed = self.entry(plan, watch.before, watch.after)
+        self._demands = watch.demands()
         with alone():
             total_us = _median_us(functools.partial(_replay, untimed.binding))
             costs = self._costs(plan, total_us)
@@ -252,9 +263,8 @@ class Candidates:
         self.lowered = dataclasses.replace(self.lowered, graph=graph)
         self.first = self.entry(serial(graph))
         untimed.executable.close()
-        weights, given = _weights_bytes(trial), options.memory_limit
-        usual = weights + _gradients_bytes(trial) + self.first.memory_bytes
-        self._limit = given if given is not None else _SPARE_MEMORY * usual - weights
+        given = options.memory_limit
+        self._limit = given if given is not None else _allowed_bytes(trial, self.first.memory_bytes)
         if self.first.memory_bytes > self._limit:
             raise RefusedError(
                 f"memory_limit is {given} bytes, and the plan that needs least needs "
@@ -286,24 +296,45 @@ class Candidates:
                 self.left_out.append(not_tried(plan.planner, reason))
                 continue
             try:
-                yield self.entry(plan)
+                yield self._fitting(plan)
             except (RefusedError, torch.OutOfMemoryError) as error:
                 self.left_out.append(not_tried(plan.planner, str(error)))
 
-    def entry(self, plan: Plan) -> CudaEntry:
+    def _fitting(self, plan: Plan) -> CudaEntry:
+        """That plan; if it needs too much memory, with fewer workspaces of cuBLAS."""
+        try:
+            return self.entry(plan)
+        except RefusedError:
+            graph = self.lowered.graph
+            fewer = gathered(graph, plan, multiplying_tasks(graph))
+            if fewer is plan:
+                raise
+            return self.entry(fewer)
+
+    def entry(self, plan: Plan, *hooks: TaskHook) -> CudaEntry:
         """That plan, ready to be replayed; RefusedError if it needs too much memory."""
         if plan.facts is None:
             plan = dataclasses.replace(plan, facts=analyse(self.lowered.graph).facts)
-        executable = CudaExecutable(self.lowered, plan, self._room)
+        pools = plan_pools(plan, self._demands, releases_of(self.lowered, plan))
+        needed = pools.total + sum(t.numel() * t.element_size() for t in self._trial.inputs)
+        self._check_memory(needed)
+        executable = CudaExecutable(self.lowered, plan, self._room, first_blocks=pools.first_blocks)
         with _refusing_failures():
-            binding = executable.bind(self._trial.copied_constants, self._trial.inputs)
-        needed = _needed_bytes(binding, self.lowered, plan)
-        if needed > self._limit:
+            binding = executable.bind(self._trial.copied_constants, self._trial.inputs, *hooks)
+        needed += binding.memory_bytes
+        try:
+            self._check_memory(needed)
+        except RefusedError:
             executable.close()
+            raise
+        return CudaEntry(executable, self._trial, memory_bytes=needed, binding=binding)
+
+    def _check_memory(self, needed: int) -> None:
+        """RefusedError if that is more than what is allowed."""
+        if needed > self._limit:
             raise RefusedError(
                 f"needs {needed >> 20} MiB, more than the {int(self._limit) >> 20} allowed"
             )
-        return CudaEntry(executable, self._trial, memory_bytes=needed, binding=binding)
 
     def _costs(self, plan: Plan, total_us: float) -> list[float]:
         """Time of each task on the device, so that their sum is what the tasks take one by one."""
@@ -379,6 +410,14 @@ def _median_us(run: Callable[[], None]) -> float:
     return statistics.median(seconds) * 1e6
 
 
+def _allowed_bytes(trial: TrialRun, on_one_stream: int) -> float:
+    """What a plan may take beside the weights, by what the one on one stream takes."""
+    weights, gradients = _weights_bytes(trial), _gradients_bytes(trial)
+    usual = weights + gradients + on_one_stream
+    spare = _SPARE_IN_TRAINING if gradients else _SPARE_MEMORY
+    return max(spare * usual, usual + _ALWAYS_SPARE_BYTES) - weights
+
+
 def _weights_bytes(trial: TrialRun) -> int:
     """The model's own constants and what was folded from them."""
     held = [*trial.constants.values(), *(s.tensor() for s in trial.lowered.program.sources.values())]
@@ -393,15 +432,3 @@ def _gradients_bytes(trial: TrialRun) -> int:
     program = trial.lowered.program
     written = [program.sources[name].tensor() for name in program.state & program.constants]
     return sum(t.numel() * t.element_size() for t in written if isinstance(t, torch.nn.Parameter))
-
-
-def _needed_bytes(binding: Binding, lowered: Lowered, plan: Plan) -> int:
-    """Activations, inputs and a workspace for each stream with matrix products."""
-    kinds = {task.name: task.kind for task in lowered.graph.tasks}
-    multiplying = {
-        launch.stream
-        for launch in plan.launches
-        if any(f"aten.{name}." in kinds[launch.task] for name in _USES_WORKSPACE)
-    }
-    inputs = sum(t.numel() * t.element_size() for t in binding.inputs)
-    return binding.memory_bytes + inputs + _WORKSPACE_BYTES * len(multiplying)

@@ -54,11 +54,14 @@ class CudaExecutable:
         *,
         static_outputs: bool = False,
         ports: bool = False,
+        first_blocks: Mapping[int, int] | None = None,
     ) -> None:
         verify(lowered.graph, plan)
         self.plan = plan
         self.lowered = lowered
         self.room = room
+        self.first_blocks = first_blocks or {}
+        """Bytes by stream that are allocated before all tasks; see schedule/pools.py."""
         self.constants: dict[str, Tensor] = {}
         self.result_strides: tuple[tuple[int, ...], ...] | None = None
         self._static_outputs = static_outputs
@@ -183,7 +186,15 @@ class CudaExecutable:
         ]
 
     def _walk(self, places: Sequence[Tensor], *hooks: TaskHook) -> Walk:
-        return Walk(self.lowered, self.plan, self.room, self.constants, places, *hooks)
+        return Walk(
+            self.lowered,
+            self.plan,
+            self.room,
+            self.constants,
+            places,
+            *hooks,
+            first_blocks=self.first_blocks,
+        )
 
     @contextlib.contextmanager
     def _quietly(self) -> Iterator[None]:
@@ -327,7 +338,7 @@ class Binding:
         self.other_strides = list(other_strides)
         """Where the caller is to get other strides than the graph gives."""
         self.memory_bytes = memory_bytes
-        """What its buffers take, workspaces of libraries not counted."""
+        """What its buffers in the arena take."""
         # The class above only adds a call.
         self.launch: Callable[[], None] = super(torch.cuda.CUDAGraph, graph).replay
         """Starts the graph as it is, with the copies that its last call had in it."""

@@ -53,8 +53,11 @@ class Walk:
         inputs: Sequence[Tensor],
         before_task: TaskHook = lambda launch: None,
         after_task: TaskHook = lambda launch: None,
+        *,
+        first_blocks: Mapping[int, int] | None = None,
     ) -> None:
         self._room = room
+        self._first_blocks = first_blocks or {}
         self._lowered = lowered
         self._plan = plan
         self._before_task = before_task
@@ -66,7 +69,7 @@ class Walk:
         self._places: dict[str, tuple[int, int]] = {}
         self._values_of: dict[str, list[str]] = {}
         self._buffer_of: dict[int, str] = {}
-        self._allocated = _buffers_of_operators(self._lowered)
+        self._allocated = buffers_of_operators(self._lowered)
         self._kept = _buffers_of_results(self._lowered)
         self._awaited = {name for launch in self._plan.launches for name in launch.waits}
         self._events: dict[str, torch.cuda.Event] = {}
@@ -87,7 +90,7 @@ class Walk:
         stream.synchronize()
 
     def capture(self, around: Around | None = None) -> tuple[torch.cuda.CUDAGraph, list[Tensor], int]:
-        """The plan as a graph, where its results lie, and the bytes of its buffers.
+        """The plan as a graph, where its results lie, and the bytes of its buffers in the arena.
 
         Where everything lies has been checked again. `around` has what else is to be captured.
         """
@@ -109,14 +112,14 @@ class Walk:
             if around is not None:
                 graph.instantiate()
         check_memory(self._lowered.graph, self._plan, self._places, kept=self._kept)
-        return graph, self._outputs(), covered_bytes(self._places.values())
+        arena = [self._places[name] for name in self._lowered.program.allocations]
+        return graph, self._outputs(), covered_bytes(arena)
 
     def _outputs(self) -> list[Tensor]:
         return [self._values[output.name] for output in self._lowered.program.outputs]
 
     def _walk(self, streams: Mapping[int, torch.cuda.Stream], origin: torch.cuda.Stream) -> None:
-        homes = {b: task for task, buffers in self._allocated.items() for b in buffers.values()}
-        releases = release_points(self._lowered.graph, self._plan, homes, kept=self._kept)
+        releases = releases_of(self._lowered, self._plan)
         with torch.cuda.stream(origin):
             self._carry_out(self._lowered.program.preamble)
         for launch in self._plan.launches:
@@ -138,11 +141,17 @@ class Walk:
             self._places[name] = (tensor.data_ptr(), allocation.nbytes)
 
     def _fork(self) -> None:
-        """Join every stream to the capture: memory of the pool is given to such streams only."""
+        """Join every stream to the capture: memory of the pool is given to such streams only.
+
+        What is allocated here and freed at once is the segment that a stream's operators share.
+        """
         start = torch.cuda.Event()  # type: ignore[no-untyped-call]
         start.record(self._origin)
-        for stream in self._streams.values():
+        for number, stream in self._streams.items():
             stream.wait_event(start)
+            if number in self._first_blocks:
+                with torch.cuda.stream(stream):
+                    torch.empty(self._first_blocks[number], dtype=torch.uint8, device=self._room.device)
 
     def _launch(self, launch: Launch, stream: torch.cuda.Stream) -> None:
         for name in launch.waits:
@@ -201,7 +210,15 @@ def _may_draw(lowered: Lowered) -> bool:
     )
 
 
-def _buffers_of_operators(lowered: Lowered) -> dict[str, dict[int, str]]:
+def releases_of(lowered: Lowered, plan: Plan) -> dict[str, tuple[str, ...]]:
+    """For each task the buffers of operators that are freed just before its launch."""
+    homes = {
+        b: task for task, buffers in buffers_of_operators(lowered).items() for b in buffers.values()
+    }
+    return release_points(lowered.graph, plan, homes, kept=_buffers_of_results(lowered))
+
+
+def buffers_of_operators(lowered: Lowered) -> dict[str, dict[int, str]]:
     """For each task the buffers that its operator allocates itself, by their place in the result."""
     graph, allocations = lowered.graph, lowered.program.allocations
     homes: dict[str, dict[int, str]] = {}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch_nimble.errors import OptionError, PlanError
@@ -99,6 +100,23 @@ def critical_first(graph: TaskGraph, plan: Plan) -> Plan:
     high = frozenset(number for number in stream if number >= count)
     made = _plan(graph, order, stream, f"{plan.planner}, critical first", None)
     return dataclasses.replace(made, facts=plan.facts, high_priority=high)
+
+
+def gathered(graph: TaskGraph, plan: Plan, tasks: Collection[str]) -> Plan:
+    """The same plan with these tasks on one stream, that which has most of them already.
+
+    For tasks to each of whose streams a library gives a workspace, where memory is short.
+    """
+    homes = Counter(launch.stream for launch in plan.launches if launch.task in tasks)
+    if len(homes) < 2:
+        return plan
+    home = max(homes, key=lambda stream: (homes[stream], -stream))
+    order = [graph.index[launch.task] for launch in plan.launches]
+    stream = [0] * len(order)
+    for i, launch in zip(order, plan.launches, strict=True):
+        stream[i] = home if launch.task in tasks else launch.stream
+    made = _plan(graph, order, stream, f"{plan.planner}, gathered", None)
+    return dataclasses.replace(made, facts=plan.facts, high_priority=plan.high_priority & {*stream})
 
 
 def plan_from_streams(
