@@ -50,11 +50,11 @@ class Example:
         size = (images, site.made, *site.window.size(height, width))
         scale = (summed * kernel[0] * kernel[1]) ** -0.5
 
-        def random(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, device=device)
+        def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
         def image(*shape: int) -> Tensor:
-            return random(*shape).to(self._dtype, memory_format=torch.channels_last)
+            return random(*shape, dtype=self._dtype).contiguous(memory_format=torch.channels_last)
 
         def weighted() -> tuple[Tensor, Tensor | None]:
             shape = (summed, site.made) if site.kind == "product" else (site.made, summed, *kernel)

@@ -79,8 +79,8 @@ def _seconds(found: Counter[Shape], device: torch.device) -> float:
     generator = torch.Generator(device).manual_seed(0)
 
     def random(shape: tuple[int, ...], dtype: torch.dtype, layout: torch.memory_format) -> torch.Tensor:
-        made = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
-        return made.to(dtype=dtype, memory_format=layout)
+        made = torch.randn(shape, generator=generator, device=device, dtype=dtype)
+        return made.contiguous(memory_format=layout)
 
     calls = [
         (target, [*(random(shape, dtype, layout) for shape in shapes), *rest], count)
