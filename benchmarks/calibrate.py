@@ -132,7 +132,9 @@ def plan_of(graph: TaskGraph, name: str) -> Plan | None:
         plan = max_concurrency(graph)
     else:
         return None
-    return critical_first(graph, plan) if first else plan
+    if not first:
+        return plan
+    return critical_first(graph, plan) if first == "critical first" else None
 
 
 def fitted(networks: Sequence[Network], name: str) -> Gpu:

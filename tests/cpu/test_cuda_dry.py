@@ -547,6 +547,21 @@ def test_where_memory_is_short_matrix_products_share_a_workspace(
     assert all(entry.memory_bytes <= 60 * MIB for entry in entries)
 
 
+def test_a_plan_of_ones_own_may_take_more_memory_than_one_that_is_chosen(
+    device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lowered, trial = parts(Two().eval(), torch.randn(4, 8))
+    found = watched(lowered, monkeypatch)
+    large = {task: replace(demand, workspace=8 * demand.workspace) for task, demand in found.items()}
+    monkeypatch.setattr(Watch, "demands", lambda watch: large)
+    names = [entry.name for entry in device.entries(trial, Options())]
+    assert "max-concurrency" not in names
+    assert "max-concurrency, gathered" in names
+    (own,) = device.entries(trial, Options(planner=max_concurrency))
+    assert own.name == "max-concurrency"
+    assert own.memory_bytes > 2 * 8 * WORKSPACE
+
+
 def test_a_failure_of_the_device_is_a_refusal_and_lack_of_memory_is_not(
     model: nn.Module, device: CudaDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -125,9 +125,9 @@ def sections_of(entries: Sequence[Json], readings: Mapping[str, str]) -> list[Se
         Section(
             "step-memory",
             "Memory of training steps",
-            "MiB, each system in a process of its own: what torch reserves for steps (weights, gradients, "
-            "the optimizer's state, what forward keeps), and the most it had in use while the step was "
-            "made ready.",
+            "MiB, each system in a process of its own: what torch reserves for steps (weights, "
+            "gradients, the optimizer's state, what forward keeps), and the most it had in use while "
+            "the step was made ready.",
             grids=(grids.step_memory(of(kept, "train-memory")),),
         ),
         Section(

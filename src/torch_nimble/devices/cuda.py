@@ -264,7 +264,12 @@ class Candidates:
         self.first = self.entry(serial(graph))
         untimed.executable.close()
         given = options.memory_limit
-        self._limit = given if given is not None else _allowed_bytes(trial, self.first.memory_bytes)
+        if given is not None:
+            self._limit = given
+        elif (
+            options.plan is None and options.planner is None
+        ):  # whoever has a plan of his own wants that
+            self._limit = _allowed_bytes(trial, self.first.memory_bytes)
         if self.first.memory_bytes > self._limit:
             raise RefusedError(
                 f"memory_limit is {given} bytes, and the plan that needs least needs "
