@@ -233,7 +233,9 @@ def _fastest(
             entry.executable.close()
     finally:
         trial.restore()
-    made = CudaExecutable(winner.executable.lowered, winner.plan, room)
+    chosen = winner.executable
+    assert isinstance(chosen, CudaExecutable)
+    made = CudaExecutable(chosen.lowered, winner.plan, room, first_blocks=chosen.first_blocks)
     made.bind({}, tensors)
     return made
 

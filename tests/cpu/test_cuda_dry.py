@@ -11,7 +11,8 @@ import copy
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import partialmethod
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -20,9 +21,10 @@ from torch import Tensor, nn
 
 import torch_nimble as nimble
 from cpu.helpers import assert_close, assert_equal, eager, randomise_batch_norm
+from torch_nimble.backend import _fastest
 from torch_nimble.capture import Adapter, Callee, capture
 from torch_nimble.devices import RefusedError
-from torch_nimble.devices.cuda import CudaDevice
+from torch_nimble.devices.cuda import CudaDevice, _allowed_bytes
 from torch_nimble.errors import LoweringError
 from torch_nimble.execute.cuda import CudaExecutable
 from torch_nimble.execute.demands import Watch, multiplying_tasks
@@ -82,6 +84,23 @@ class Graph(BaseGraph):
     def capture_end(self) -> None: ...
 
 
+class Blocks:
+    """Memory that is asked for by itself: bytes and stream of all that ever was, and what is left."""
+
+    asked: ClassVar[list[tuple[int, Stream]]] = []
+    left: ClassVar[set[int]] = set()
+
+    @classmethod
+    def alloc(cls, nbytes: int, device: torch.device, stream: Stream) -> int:
+        cls.asked.append((nbytes, stream))
+        cls.left.add(len(cls.asked))
+        return len(cls.asked)
+
+    @classmethod
+    def delete(cls, address: int) -> None:
+        cls.left.remove(address)
+
+
 class Generator:
     """Of a device; what is a part of a capture is a copy of it."""
 
@@ -120,6 +139,9 @@ def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
         "current_stream": lambda device=None: current,
         "graph_pool_handle": lambda: (0, 1),
         "default_generators": {None: Generator()},
+        "get_allocator_backend": lambda: "native",
+        "caching_allocator_alloc": Blocks.alloc,
+        "caching_allocator_delete": Blocks.delete,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
@@ -468,36 +490,42 @@ class Two(nn.Module):
         return torch.sin(self.one(x)) + torch.cos(self.other(x))
 
 
-WORKSPACE, SCRATCH = 32 * MIB, 3 * MIB
+WORKSPACE, SCRATCH, SMALL = 32 * MIB, 3 * MIB, 5000
 
 
 class Statistics:
-    """Of a device: the first matrix product takes a workspace, each of them scratch memory."""
+    """Of a device: the first matrix product takes a workspace, each of them scratch memory.
 
-    def __init__(self, lowered: Lowered) -> None:
+    `first` names a task that takes the workspace although it is none.
+    """
+
+    def __init__(self, lowered: Lowered, first: str = "") -> None:
+        self._first = first
         self._nbytes = {buffer.name: buffer.nbytes for buffer in lowered.graph.buffers}
         self._multiplying = multiplying_tasks(lowered.graph)
         self._results = buffers_of_operators(lowered)
-        self.taken = self.held = 100
+        self.large, self.small = ({"allocated": 100, "current": 100} for _ in range(2))
 
     def carry_out(self, task: str) -> None:
-        kept = sum(self._nbytes[buffer] for buffer in self._results[task].values())
+        self._take(sum(self._nbytes[buffer] for buffer in self._results[task].values()), self.small)
+        if task in self._multiplying or task == self._first:
+            self._take(WORKSPACE if self.large["current"] < WORKSPACE else 0, self.large)
         if task in self._multiplying:
-            kept += WORKSPACE if self.held < WORKSPACE else 0
-            self.taken += SCRATCH
-        self.taken += kept
-        self.held += kept
+            self.large["allocated"] += SCRATCH
+            self.small["allocated"] += 2 * SMALL
 
-    def now(self, device: Any) -> dict[str, int]:
-        return {
-            "requested_bytes.all.allocated": self.taken,
-            "requested_bytes.all.current": self.held,
-        }
+    @staticmethod
+    def _take(nbytes: int, pool: dict[str, int]) -> None:
+        for what in pool:
+            pool[what] += nbytes
+
+    def now(self, device: Any) -> dict[str, Any]:
+        return {"requested_bytes": {"large_pool": {**self.large}, "small_pool": {**self.small}}}
 
 
-def watched(lowered: Lowered, monkeypatch: pytest.MonkeyPatch) -> dict[str, Demand]:
-    statistics, watch = Statistics(lowered), Watch(lowered, CPU)
-    monkeypatch.setattr(torch.cuda, "memory_stats", statistics.now)
+def watched(lowered: Lowered, monkeypatch: pytest.MonkeyPatch, first: str = "") -> dict[str, Demand]:
+    statistics, watch = Statistics(lowered, first), Watch(lowered, CPU)
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", statistics.now)
     for launch in serial(lowered.graph).launches:
         watch.before(launch)
         statistics.carry_out(launch.task)
@@ -514,8 +542,36 @@ def test_demands_are_told_apart_by_what_is_held_and_what_was_taken(
     assert len(multiplying) == 2
     for task, demand in demands.items():
         assert sum(demand.results.values()) == 4 * 8 * 4
-        wanted = (SCRATCH, WORKSPACE) if task in multiplying else (0, 0)
-        assert (demand.scratch, demand.workspace) == wanted
+        wanted = (SCRATCH, 2 * SMALL, WORKSPACE) if task in multiplying else (0, 0, 0)
+        assert (demand.scratch, demand.small_scratch, demand.workspace) == wanted
+
+
+def test_a_workspace_that_another_operator_took_first_is_not_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Early(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(torch.exp(x))
+
+    lowered, _ = parts(Early().eval(), torch.randn(4, 8))
+    first = lowered.graph.tasks[0].name
+    demands = watched(lowered, monkeypatch, first)
+    multiplying = multiplying_tasks(lowered.graph)
+    assert first not in multiplying
+    assert all(demands[task].workspace == WORKSPACE for task in multiplying)
+    assert sum(demands[first].results.values()) == 4 * 8 * 4 + WORKSPACE
+
+
+def test_without_counters_a_workspace_is_taken_for_granted(monkeypatch: pytest.MonkeyPatch) -> None:
+    lowered, _ = parts(Two().eval(), torch.randn(4, 8))
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: {})
+    watch = Watch(lowered, CPU)
+    for launch in serial(lowered.graph).launches:
+        watch.before(launch)
+        watch.after(launch)
+    demands = watch.demands()
+    assert {demands[task].workspace for task in multiplying_tasks(lowered.graph)} == {32 * MIB}
+    assert all(demand.scratch == demand.small_scratch == 0 for demand in demands.values())
 
 
 def test_where_memory_is_short_matrix_products_share_a_workspace(
@@ -525,26 +581,96 @@ def test_where_memory_is_short_matrix_products_share_a_workspace(
     lowered, trial = parts(Two().eval(), x)
     found = watched(lowered, monkeypatch)
     monkeypatch.setattr(Watch, "demands", lambda watch: found)
-    blocks: list[int] = []
-    empty = torch.empty
-
-    def recording(*args: Any, **given: Any) -> Tensor:
-        blocks.extend(args[:1] if given.get("dtype") == torch.uint8 else ())
-        return empty(*args, **given)
-
-    monkeypatch.setattr(torch, "empty", recording)
     entries = list(device.entries(trial, Options(memory_limit=1 << 30)))
     names = {entry.name: entry for entry in entries}
     assert {"serial", "max-concurrency"} <= names.keys()
-    # 35 MiB in one segment, instead of 32 and 20; on the second stream once more.
-    assert names["serial"].memory_bytes >> 20 == 36 + 2
-    assert names["max-concurrency"].memory_bytes >> 20 == 2 * (36 + 2)
-    assert blocks.count(36 * MIB) > 2
-    settled = device.settle(names["max-concurrency"], entries, Options(), ((8, 1),))
-    assert settled.first_blocks == {0: 36 * MIB, 1: 36 * MIB}  # type: ignore[attr-defined]
+    # 35 MiB in one segment, instead of 32 and 20; on the second stream once more. And the input.
+    assert names["serial"].memory_bytes == (36 + 2) * MIB + x.nbytes
+    assert names["max-concurrency"].memory_bytes == 2 * (36 + 2) * MIB + x.nbytes
+    Blocks.asked.clear()
+    made = device.settle(names["max-concurrency"], entries, Options(), ((8, 1),))
+    streams = device.room.streams
+    assert Blocks.asked == [(36 * MIB, streams.get(number)) for number in (0, 1)]
+    assert not Blocks.left
+    assert isinstance(made, CudaExecutable)
+    beside = CudaExecutable(lowered, made.plan, device.room, first_blocks=made.first_blocks)
+    beside.bind(trial.constants, (x,))
+    assert len(Blocks.asked) == 2, "the pool was there already"
     entries = list(device.entries(trial, Options(memory_limit=60 * MIB)))
     assert "max-concurrency, gathered" in [entry.name for entry in entries]
     assert all(entry.memory_bytes <= 60 * MIB for entry in entries)
+
+
+def test_plans_that_are_compared_ask_for_no_segments_of_their_own(
+    device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They share a pool: a segment for each would add up."""
+    lowered, trial = parts(Two().eval(), torch.randn(4, 8))
+    found = watched(lowered, monkeypatch)
+    monkeypatch.setattr(Watch, "demands", lambda watch: found)
+    Blocks.asked.clear()
+    entries = list(device.entries(trial, Options()))
+    assert any(entry.executable.first_blocks for entry in entries)  # type: ignore[attr-defined]
+    assert not Blocks.asked
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:20")
+    for entry in device.entries(trial, Options()):
+        assert not entry.executable.first_blocks  # type: ignore[attr-defined]
+
+
+def test_the_backend_asks_for_the_segments_that_it_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(4, 8)
+    lowered, trial = parts(Two().eval(), x)
+    found = watched(lowered, monkeypatch)
+    monkeypatch.setattr(Watch, "demands", lambda watch: found)
+    monkeypatch.setattr("torch_nimble.backend._Trial", lambda lowered, tensors: trial)
+    monkeypatch.setattr(CudaExecutable, "bind", partialmethod(_bind_to, trial.constants))
+    Blocks.asked.clear()
+    _fastest(lowered, (x,), Room(CPU), Options(memory_limit=60 * MIB))
+    assert [nbytes for nbytes, _ in Blocks.asked] == [36 * MIB]
+
+
+_BIND = CudaExecutable.bind
+
+
+def _bind_to(self: CudaExecutable, constants: Any, _: Any, *rest: Any) -> Any:
+    """The backend's graphs have no constants."""
+    return _BIND(self, constants, *rest)
+
+
+def test_what_lies_in_the_arena_is_counted_and_what_fails_is_not_tried_again(
+    device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(4, 8)
+    _, trial = parts(Two().eval(), x)
+    before = {entry.name: entry.memory_bytes for entry in device.entries(trial, Options())}
+    monkeypatch.setattr("torch_nimble.execute.walk.covered_bytes", lambda places: 7 * MIB)
+    after = {entry.name: entry.memory_bytes for entry in device.entries(trial, Options())}
+    assert after == {name: nbytes + 7 * MIB for name, nbytes in before.items()}
+    bind, tried = CudaExecutable.bind, []
+
+    def fail(self: CudaExecutable, *args: Any) -> Any:
+        tried.append(self.plan.planner)
+        if self.plan.streams > 1:
+            raise RuntimeError("operation not permitted")
+        return bind(self, *args)
+
+    monkeypatch.setattr(CudaExecutable, "bind", fail)
+    list(device.entries(trial, Options()))
+    assert "max-concurrency" in tried
+    assert not any("gathered" in name for name in tried)
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_what_is_allowed_grows_with_the_network_and_is_never_nothing(
+    learns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, trial = parts(Two().eval(), torch.randn(4, 8))
+    weights = 2 * (8 * 8 + 8) * 4
+    gradients = weights if learns else 0
+    monkeypatch.setattr("torch_nimble.devices.cuda._gradients_bytes", lambda trial: gradients)
+    assert _allowed_bytes(trial, MIB) == gradients + MIB + 64 * MIB
+    usual = weights + gradients + 1024 * MIB
+    assert _allowed_bytes(trial, 1024 * MIB) == (1.3 if learns else 1.4) * usual - weights
 
 
 def test_a_plan_of_ones_own_may_take_more_memory_than_one_that_is_chosen(

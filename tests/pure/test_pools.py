@@ -77,9 +77,10 @@ def reserved_by_torch(
         if demand.workspace and launch.stream not in has_workspace:
             has_workspace.add(launch.stream)
             stream.take("workspace", demand.workspace)
-        if demand.scratch:
-            stream.take("scratch", demand.scratch)
-            stream.give("scratch")
+        for scratch in (demand.scratch, min(demand.small_scratch, MIB)):
+            if scratch:
+                stream.take("scratch", scratch)
+                stream.give("scratch")
     return sum(stream.reserved for stream in streams.values())
 
 
@@ -104,8 +105,8 @@ def cases(draw: st.DrawFn) -> tuple[Plan, dict[str, Demand], Releases]:
         releases[launch.task] = freed
         results = {f"{launch.task}.{i}": draw(SIZES) for i in range(draw(st.integers(0, 2)))}
         held[launch.stream] += results
-        scratch = draw(st.one_of(st.just(0), SIZES))
-        demands[launch.task] = Demand(results, scratch, draw(st.sampled_from((0, workspace))))
+        scratch, small = (draw(st.one_of(st.just(0), SIZES)) for _ in range(2))
+        demands[launch.task] = Demand(results, scratch, small, draw(st.sampled_from((0, workspace))))
     return Plan(launches), demands, releases
 
 
@@ -138,6 +139,7 @@ def test_streams_that_need_little_do_not_hold_twenty_megabytes_each() -> None:
     [
         pytest.param((), Pools(), id="nothing"),
         pytest.param((Demand(scratch=100),), Pools(2 * MIB), id="small blocks have their own"),
+        pytest.param((Demand(small_scratch=12 * MIB),), Pools(2 * MIB), id="small ones in a row"),
         pytest.param((Demand({"a": 11 * MIB}),), Pools(12 * MIB), id="one that fits as it is"),
         pytest.param(
             (Demand({"a": 5 * MIB}, scratch=20 * MIB), Demand({"b": 7 * MIB})),

@@ -27,7 +27,7 @@ from torch_nimble.devices.tuning import check_precision, chosen_for, compile_cho
 from torch_nimble.errors import FallbackError, LoweringError, PlanError
 from torch_nimble.execute.check import tf32_tolerance
 from torch_nimble.execute.cuda import Binding, CudaExecutable, free_workspaces
-from torch_nimble.execute.demands import Watch, multiplying_tasks
+from torch_nimble.execute.demands import Watch, allocates_as_usual
 from torch_nimble.execute.measure import Timing, alone, race
 from torch_nimble.execute.room import Room
 from torch_nimble.execute.timelines import cuda_timeline
@@ -65,6 +65,10 @@ TIE_OF_REPLAYS = 1.005
 # and for a training step. What a few streams always take is allowed to small networks, too.
 _SPARE_MEMORY, _SPARE_IN_TRAINING = 1.4, 1.3
 _ALWAYS_SPARE_BYTES = 64 << 20
+
+
+class _TooLargeError(RefusedError):
+    """A plan needs more memory than it may take."""
 
 
 class CudaDevice(Device):
@@ -309,9 +313,9 @@ class Candidates:
         """That plan; if it needs too much memory, with fewer workspaces of cuBLAS."""
         try:
             return self.entry(plan)
-        except RefusedError:
-            graph = self.lowered.graph
-            fewer = gathered(graph, plan, multiplying_tasks(graph))
+        except _TooLargeError:
+            multiplying = {task for task, demand in self._demands.items() if demand.workspace}
+            fewer = gathered(self.lowered.graph, plan, multiplying)
             if fewer is plan:
                 raise
             return self.entry(fewer)
@@ -323,22 +327,23 @@ class Candidates:
         pools = plan_pools(plan, self._demands, releases_of(self.lowered, plan))
         needed = pools.total + sum(t.numel() * t.element_size() for t in self._trial.inputs)
         self._check_memory(needed)
-        executable = CudaExecutable(self.lowered, plan, self._room, first_blocks=pools.first_blocks)
+        first_blocks = pools.first_blocks if allocates_as_usual() else {}
+        executable = CudaExecutable(self.lowered, plan, self._room, first_blocks=first_blocks)
         with _refusing_failures():
             binding = executable.bind(self._trial.copied_constants, self._trial.inputs, *hooks)
         needed += binding.memory_bytes
         try:
             self._check_memory(needed)
-        except RefusedError:
+        except _TooLargeError:
             executable.close()
             raise
         return CudaEntry(executable, self._trial, memory_bytes=needed, binding=binding)
 
     def _check_memory(self, needed: int) -> None:
-        """RefusedError if that is more than what is allowed."""
+        """_TooLargeError if that is more than what is allowed."""
         if needed > self._limit:
-            raise RefusedError(
-                f"needs {needed >> 20} MiB, more than the {int(self._limit) >> 20} allowed"
+            raise _TooLargeError(
+                f"needs at least {needed >> 20} MiB, more than the {int(self._limit) >> 20} allowed"
             )
 
     def _costs(self, plan: Plan, total_us: float) -> list[float]:

@@ -50,11 +50,14 @@ class Example:
         size = (images, site.made, *site.window.size(height, width))
         scale = (summed * kernel[0] * kernel[1]) ** -0.5
 
-        def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device=device)
 
         def image(*shape: int) -> Tensor:
-            return random(*shape, dtype=self._dtype).contiguous(memory_format=torch.channels_last)
+            made = torch.empty(
+                shape, dtype=self._dtype, device=device, memory_format=torch.channels_last
+            )
+            return made.normal_(generator=generator)
 
         def weighted() -> tuple[Tensor, Tensor | None]:
             shape = (summed, site.made) if site.kind == "product" else (site.made, summed, *kernel)

@@ -79,8 +79,8 @@ def _seconds(found: Counter[Shape], device: torch.device) -> float:
     generator = torch.Generator(device).manual_seed(0)
 
     def random(shape: tuple[int, ...], dtype: torch.dtype, layout: torch.memory_format) -> torch.Tensor:
-        made = torch.randn(shape, generator=generator, device=device, dtype=dtype)
-        return made.contiguous(memory_format=layout)
+        made = torch.empty(shape, dtype=dtype, device=device, memory_format=layout)
+        return made.normal_(generator=generator)
 
     calls = [
         (target, [*(random(shape, dtype, layout) for shape in shapes), *rest], count)

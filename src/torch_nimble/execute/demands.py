@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from torch_nimble.execute.walk import buffers_of_operators
@@ -10,24 +12,34 @@ from torch_nimble.plans import Launch
 from torch_nimble.schedule.pools import Demand
 from torch_nimble.taskgraph import TaskGraph
 
-_TAKEN, _HELD = "requested_bytes.all.allocated", "requested_bytes.all.current"
+_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 # For these cuBLAS keeps a workspace on each stream.
-_USE_WORKSPACE = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "_scaled_mm")
+_USE_WORKSPACE = (
+    *("mm", "addmm", "_addmm_activation", "_int_mm", "_scaled_mm", "linear", "matmul"),
+    *("bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot"),
+)
+# Where it is not to be seen: what cuBLAS takes on the GPUs that take most.
+_WORKSPACE_BYTES = 32 << 20
+
+
+def allocates_as_usual() -> bool:
+    """Whether torch's own allocator is in use, as it is set: schedule/pools.py knows no other."""
+    return torch.cuda.get_allocator_backend() == "native" and not any(map(os.environ.get, _SETTINGS))
 
 
 class Watch:
     """Hooks for a capture on one stream that find the demand of each task.
 
-    What is still held after a task and is none of its results is a workspace: all tasks of the kinds
-    that use one are taken to need it, whichever was first here. What other threads allocate meanwhile
-    may be counted, too.
+    What is still held after a task and is none of its results is a workspace if the task is of a kind
+    that uses one: then all of these do, whichever was first here. What others hold, they keep. What
+    other threads allocate meanwhile may be counted, too.
     """
 
     def __init__(self, lowered: Lowered, device: torch.device) -> None:
         self._lowered = lowered
         self._device = device
-        self._before = (0, 0)
-        self._taken: dict[str, tuple[int, int]] = {}
+        self._before = (0, 0, 0, 0)
+        self._changes: dict[str, tuple[int, int, int, int]] = {}
 
     def before(self, launch: Launch) -> None:
         """To be called before the launch of each task."""
@@ -35,12 +47,16 @@ class Watch:
 
     def after(self, launch: Launch) -> None:
         """To be called after it."""
-        taken, held = (b - a for a, b in zip(self._before, self._now(), strict=True))
-        self._taken[launch.task] = (taken, held)
+        a, b, c, d = (after - before for before, after in zip(self._before, self._now(), strict=True))
+        self._changes[launch.task] = (a, b, c, d)
 
-    def _now(self) -> tuple[int, int]:
-        stats = torch.cuda.memory_stats(self._device)
-        return stats.get(_TAKEN, 0), stats.get(_HELD, 0)
+    def _now(self) -> tuple[int, int, int, int]:
+        """Bytes that were ever allocated, and those that are now, in large and in small blocks."""
+        found = torch.cuda.memory_stats_as_nested_dict(self._device).get("requested_bytes", {})
+        large, small = (found.get(pool, {}) for pool in ("large_pool", "small_pool"))
+        numbers = (pool.get(what, 0) for pool in (large, small) for what in ("allocated", "current"))
+        a, b, c, d = numbers
+        return a, b, c, d
 
     def demands(self) -> dict[str, Demand]:
         """What was found, for the tasks of the program."""
@@ -49,18 +65,22 @@ class Watch:
             task: {buffer: sizes[buffer] for buffer in buffers.values()}
             for task, buffers in buffers_of_operators(self._lowered).items()
         }
+        more = {
+            task: max(0, large + small - sum(results.get(task, {}).values()))
+            for task, (_, large, _, small) in self._changes.items()
+        }
         multiplying = multiplying_tasks(self._lowered.graph)
-        workspace = 0
-        for task in multiplying:
-            _, held = self._taken[task]
-            workspace = max(workspace, held - sum(results.get(task, {}).values()))
+        workspace = max((more[task] for task in multiplying), default=0)
+        if multiplying and not workspace:  # another operator took it first, or nothing is counted
+            workspace = _WORKSPACE_BYTES
         return {
             task: Demand(
-                results.get(task, {}),
-                scratch=max(0, taken - held),
+                results.get(task, {}) | ({} if task in multiplying else {f"more of {task}": more[task]}),
+                scratch=max(0, taken - large),
+                small_scratch=max(0, small_taken - small),
                 workspace=workspace if task in multiplying else 0,
             )
-            for task, (taken, held) in self._taken.items()
+            for task, (taken, large, small_taken, small) in self._changes.items()
         }
 
 

@@ -48,6 +48,14 @@ class Room:
         self.last_stream = -1
         """The stream that work was begun on last."""
 
+    @property
+    def begins_pool(self) -> bool:
+        """Whether the next graph gets a new pool, which is to be as small as can be.
+
+        Where plans are compared, they share one that has segments of all kinds.
+        """
+        return not self._stays and not self._graphs
+
     def pool_for(self, graph: torch.cuda.CUDAGraph) -> Any:
         """Where operators allocate while that graph is captured: with the others if there are any.
 

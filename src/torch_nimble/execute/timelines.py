@@ -56,7 +56,12 @@ def cuda_timeline(
         events.setdefault(launch.task, []).append(event)
 
     plan = executable.plan
-    timed = CudaExecutable(executable.lowered, plan, Room(executable.room.device))
+    timed = CudaExecutable(
+        executable.lowered,
+        plan,
+        Room(executable.room.device),
+        first_blocks=executable.first_blocks,
+    )
     passes: list[Noted] = []
     try:
         binding = timed.bind(constants, inputs, note, note)

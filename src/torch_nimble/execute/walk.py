@@ -95,6 +95,7 @@ class Walk:
         Where everything lies has been checked again. `around` has what else is to be captured.
         """
         graph = torch.cuda.CUDAGraph() if around is None else torch.cuda.CUDAGraph(keep_graph=True)
+        first_blocks = self._first_blocks if self._room.begins_pool else {}
         self._pool = self._room.pool_for(graph)
         origin = self._origin
         # Not the whole device: that would break a capture of somebody else's.
@@ -103,7 +104,7 @@ class Walk:
             with capturing(graph, self._room.device, self._pool, draws=_may_draw(self._lowered)):
                 if around is not None:
                     around.before(origin)
-                self._fork()
+                self._fork(first_blocks)
                 self._walk(self._streams, origin)
                 for stream in self._streams.values():
                     origin.wait_stream(stream)
@@ -140,7 +141,7 @@ class Walk:
             self._values[name] = tensor
             self._places[name] = (tensor.data_ptr(), allocation.nbytes)
 
-    def _fork(self) -> None:
+    def _fork(self, first_blocks: Mapping[int, int]) -> None:
         """Join every stream to the capture: memory of the pool is given to such streams only.
 
         What is allocated here and freed at once is the segment that a stream's operators share.
@@ -149,9 +150,11 @@ class Walk:
         start.record(self._origin)
         for number, stream in self._streams.items():
             stream.wait_event(start)
-            if number in self._first_blocks:
-                with torch.cuda.stream(stream):
-                    torch.empty(self._first_blocks[number], dtype=torch.uint8, device=self._room.device)
+            if number in first_blocks:
+                # Not as a tensor, which torch may be told to fill.
+                device = self._room.device
+                address = torch.cuda.caching_allocator_alloc(first_blocks[number], device, stream)
+                torch.cuda.caching_allocator_delete(address)  # type: ignore[no-untyped-call]
 
     def _launch(self, launch: Launch, stream: torch.cuda.Stream) -> None:
         for name in launch.waits:

@@ -6,7 +6,7 @@ segments: of 2 MiB for a block of up to 1 MiB, of 20 MiB for one of less than 10
 beyond that. Eight streams with a block of 2 MiB each hold 160 MiB.
 
 A block that is allocated before all others and freed at once leaves its segment to them, and from 10 MiB
-on it can have any size. `plan_pools` finds, for each stream, the smallest that holds all it will take.
+on it can have any size. `plan_pools` finds, for each stream, a small one that holds all it will take.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ class Demand:
     results: Mapping[str, int] = field(default_factory=dict)
     """Bytes by buffer, which stay until it is released."""
     scratch: int = 0
-    """Freed when it returns."""
+    """In large blocks that are freed before it returns, as if all were there at the same time."""
+    small_scratch: int = 0
+    """The same in small blocks."""
     workspace: int = 0
     """Allocated by the first of its kind on a stream and kept for all that follow there."""
 
@@ -60,8 +62,9 @@ def plan_pools(
         if demand.workspace and launch.stream not in have_workspace:
             have_workspace.add(launch.stream)
             mine.append((_WORKSPACE, demand.workspace))
-        if demand.scratch:
-            mine += [(_SCRATCH, demand.scratch), (_SCRATCH, None)]
+        for nbytes in (demand.scratch, min(demand.small_scratch, _SMALL)):
+            if nbytes:
+                mine += [(_SCRATCH, nbytes), (_SCRATCH, None)]
     total, first_blocks = 0, {}
     for stream, all_events in events.items():
         small, large = _by_size(all_events)
