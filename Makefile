@@ -43,7 +43,7 @@ contracts: $(VENV)/.test
 
 # Two processes share the cores: waiting threads must sleep instead of spinning.
 unit: $(VENV)/.test
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest --numprocesses 2
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 # The variable keeps mkdocs-material from advertising its successor.
 docs: $(VENV)/.test  ## Build the documentation as a site, into build/docs
