@@ -28,6 +28,7 @@ from torch_nimble.devices.cuda import CudaDevice, _allowed_bytes
 from torch_nimble.errors import LoweringError
 from torch_nimble.execute.cuda import CudaExecutable
 from torch_nimble.execute.demands import Watch, multiplying_tasks
+from torch_nimble.execute.measure import Timing
 from torch_nimble.execute.room import Room
 from torch_nimble.execute.timelines import cuda_timeline
 from torch_nimble.execute.walk import buffers_of_operators
@@ -635,6 +636,33 @@ _BIND = CudaExecutable.bind
 def _bind_to(self: CudaExecutable, constants: Any, _: Any, *rest: Any) -> Any:
     """The backend's graphs have no constants."""
     return _BIND(self, constants, *rest)
+
+
+def test_a_plan_that_is_slow_where_nobody_waits_counts_as_that_slow(
+    device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, trial = parts(Two().eval(), torch.randn(4, 8))
+    entries = list(device.entries(trial, Options()))[:3]
+    one, other, hopeless = (entry.name for entry in entries)
+    waited = {one: (10.0,) * 15, other: (9.0,) * 15, hopeless: (30.0,) * 2}
+    in_a_row = {one: (8.0,) * 5, other: (13.5,) * 5}
+    synchronised = list[int]()
+
+    def race(runs: dict[str, Callable[[], None]], **_: Any) -> dict[str, Timing]:
+        for run in runs.values():
+            run()
+        found = waited if hopeless in runs else in_a_row
+        assert set(found) == set(runs)
+        return {name: Timing(seconds) for name, seconds in found.items()}
+
+    monkeypatch.setattr("torch_nimble.devices.cuda.race", race)
+    monkeypatch.setattr(Stream, "synchronize", lambda stream: synchronised.append(1))
+    timings = device.race(entries)
+    assert {name: timing.median_us / 1e5 for name, timing in timings.items()} == pytest.approx(
+        {one: 10.0, other: 13.5, hopeless: 30.0}
+    )
+    assert len(synchronised) == 3 * 10 + 2 * 1
+    assert len(timings[other].rounds_s) == 15
 
 
 def test_what_lies_in_the_arena_is_counted_and_what_fails_is_not_tried_again(
