@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from torch_nimble.devices.base import RefusedError
-from torch_nimble.devices.cuda import TIE_OF_REPLAYS, Candidates, race_replays
+from torch_nimble.devices.candidates import TIE_OF_REPLAYS, Candidates, race_replays
 from torch_nimble.errors import LoweringError, NimbleWarning, OptionError
 from torch_nimble.execute.cuda import CudaExecutable
 from torch_nimble.execute.measure import fastest

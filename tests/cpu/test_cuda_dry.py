@@ -24,7 +24,8 @@ from cpu.helpers import assert_close, assert_equal, eager, randomise_batch_norm
 from torch_nimble.backend import _fastest
 from torch_nimble.capture import Adapter, Callee, capture
 from torch_nimble.devices import RefusedError
-from torch_nimble.devices.cuda import CudaDevice, _allowed_bytes
+from torch_nimble.devices.candidates import _allowed_bytes
+from torch_nimble.devices.cuda import CudaDevice
 from torch_nimble.errors import LoweringError
 from torch_nimble.execute.cuda import CudaExecutable
 from torch_nimble.execute.demands import Watch, multiplying_tasks
@@ -655,7 +656,7 @@ def test_a_plan_that_is_slow_where_nobody_waits_counts_as_that_slow(
         assert set(found) == set(runs)
         return {name: Timing(seconds) for name, seconds in found.items()}
 
-    monkeypatch.setattr("torch_nimble.devices.cuda.race", race)
+    monkeypatch.setattr("torch_nimble.devices.candidates.race", race)
     monkeypatch.setattr(Stream, "synchronize", lambda stream: synchronised.append(1))
     timings = device.race(entries)
     assert {name: timing.median_us / 1e5 for name, timing in timings.items()} == pytest.approx(
@@ -695,7 +696,7 @@ def test_what_is_allowed_grows_with_the_network_and_is_never_nothing(
     _, trial = parts(Two().eval(), torch.randn(4, 8))
     weights = 2 * (8 * 8 + 8) * 4
     gradients = weights if learns else 0
-    monkeypatch.setattr("torch_nimble.devices.cuda._gradients_bytes", lambda trial: gradients)
+    monkeypatch.setattr("torch_nimble.devices.candidates._gradients_bytes", lambda trial: gradients)
     assert _allowed_bytes(trial, MIB) == gradients + MIB + 64 * MIB
     usual = weights + gradients + 1024 * MIB
     assert _allowed_bytes(trial, 1024 * MIB) == (1.3 if learns else 1.4) * usual - weights
