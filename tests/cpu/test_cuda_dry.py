@@ -565,8 +565,12 @@ def test_a_workspace_that_another_operator_took_first_is_not_forgotten(
 
 
 def test_without_counters_a_workspace_is_taken_for_granted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device: Any) -> Any:
+        raise RuntimeError("this allocator has no statistics")
+
     lowered, _ = parts(Two().eval(), torch.randn(4, 8))
-    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: {})
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "pluggable")
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", refuse)
     watch = Watch(lowered, CPU)
     for launch in serial(lowered.graph).launches:
         watch.before(launch)

@@ -24,7 +24,12 @@ _WORKSPACE_BYTES = 32 << 20
 
 def allocates_as_usual() -> bool:
     """Whether torch's own allocator is in use, as it is set: schedule/pools.py knows no other."""
-    return torch.cuda.get_allocator_backend() == "native" and not any(map(os.environ.get, _SETTINGS))
+    return _is_torchs_own() and not any(map(os.environ.get, _SETTINGS))
+
+
+def _is_torchs_own() -> bool:
+    """Others may count nothing, or not even be asked."""
+    return torch.cuda.get_allocator_backend() == "native"
 
 
 class Watch:
@@ -52,6 +57,8 @@ class Watch:
 
     def _now(self) -> tuple[int, int, int, int]:
         """Bytes that were ever allocated, and those that are now, in large and in small blocks."""
+        if not _is_torchs_own():
+            return 0, 0, 0, 0
         found = torch.cuda.memory_stats_as_nested_dict(self._device).get("requested_bytes", {})
         large, small = (found.get(pool, {}) for pool in ("large_pool", "small_pool"))
         numbers = (pool.get(what, 0) for pool in (large, small) for what in ("allocated", "current"))
