@@ -233,9 +233,8 @@ def _fastest(
             entry.executable.close()
     finally:
         trial.restore()
-    chosen = winner.executable
-    assert isinstance(chosen, CudaExecutable)
-    made = CudaExecutable(chosen.lowered, winner.plan, room, first_blocks=chosen.first_blocks)
+    assert isinstance(winner.executable, CudaExecutable)
+    made = winner.executable.in_room(room)
     made.bind({}, tensors)
     return made
 

@@ -619,7 +619,9 @@ def test_plans_that_are_compared_ask_for_no_segments_of_their_own(
     assert any(entry.executable.first_blocks for entry in entries)  # type: ignore[attr-defined]
     assert not Blocks.asked
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:20")
-    for entry in device.entries(trial, Options()):
+    first, *others = device.entries(trial, Options())
+    assert first.memory_bytes > (32 + 20) * MIB, "more than with a segment of the right size"
+    for entry in (first, *others):
         assert not entry.executable.first_blocks  # type: ignore[attr-defined]
 
 

@@ -116,7 +116,9 @@ def test_what_is_reserved_is_what_torch_reserves(
 ) -> None:
     pools = plan_pools(*case)
     assert pools.total == reserved_by_torch(*case, first=pools.first_blocks)
-    assert pools.total <= reserved_by_torch(*case, first={})
+    usual = plan_pools(*case, shaped=False)
+    assert pools.total <= usual.total == reserved_by_torch(*case, first={})
+    assert not usual.first_blocks
 
 
 def chain(*demands: Demand, stream: int = 0) -> tuple[tuple[Launch, ...], dict[str, Demand]]:

@@ -71,11 +71,10 @@ class Candidates:
         self.first = self.entry(serial(graph))
         untimed.executable.close()
         given = options.memory_limit
+        is_ours_to_choose = options.plan is None and options.planner is None
         if given is not None:
             self._limit = given
-        elif (
-            options.plan is None and options.planner is None
-        ):  # whoever has a plan of his own wants that
+        elif is_ours_to_choose:
             self._limit = _allowed_bytes(trial, self.first.memory_bytes)
         if self.first.memory_bytes > self._limit:
             raise RefusedError(
@@ -127,11 +126,11 @@ class Candidates:
         """That plan, ready to be replayed; RefusedError if it needs too much memory."""
         if plan.facts is None:
             plan = dataclasses.replace(plan, facts=analyse(self.lowered.graph).facts)
-        pools = plan_pools(plan, self._demands, releases_of(self.lowered, plan))
+        releases = releases_of(self.lowered, plan)
+        pools = plan_pools(plan, self._demands, releases, shaped=allocates_as_usual())
         needed = pools.total + sum(t.numel() * t.element_size() for t in self._trial.inputs)
         self._check_memory(needed)
-        first_blocks = pools.first_blocks if allocates_as_usual() else {}
-        executable = CudaExecutable(self.lowered, plan, self._room, first_blocks=first_blocks)
+        executable = CudaExecutable(self.lowered, plan, self._room, first_blocks=pools.first_blocks)
         with refusing_failures():
             binding = executable.bind(self._trial.copied_constants, self._trial.inputs, *hooks)
         needed += binding.memory_bytes

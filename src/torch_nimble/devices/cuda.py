@@ -171,13 +171,8 @@ class CudaDevice(Device):
         lowered = winner.executable.lowered
         variants = {name: k.variant() for name, k in lowered.program.tunables().items()}
         plan = dataclasses.replace(winner.plan, variants=variants)
-        made = CudaExecutable(
-            lowered,
-            plan,
-            self.room,
-            static_outputs=options.static_outputs,
-            ports=True,
-            first_blocks=winner.executable.first_blocks,
+        made = winner.executable.in_room(
+            self.room, plan, static_outputs=options.static_outputs, ports=True
         )
         made.result_strides = strides
         with refusing_failures(), self.room.lock:  # others must not run while the arena moves

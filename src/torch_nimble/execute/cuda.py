@@ -77,6 +77,19 @@ class CudaExecutable:
         self._counted: list[Tensor] = []  # state that the graphs write
         room.take_in(self)
 
+    def in_room(
+        self, room: Room, plan: Plan | None = None, *, static_outputs: bool = False, ports: bool = False
+    ) -> CudaExecutable:
+        """The same in another place, not bound yet; with another version of its plan if one is given."""
+        return CudaExecutable(
+            self.lowered,
+            plan or self.plan,
+            room,
+            static_outputs=static_outputs,
+            ports=ports,
+            first_blocks=self.first_blocks,
+        )
+
     # ------------------------------------------------------------ capturing
 
     def bind(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 
 import torch
@@ -43,8 +44,8 @@ class Watch:
     def __init__(self, lowered: Lowered, device: torch.device) -> None:
         self._lowered = lowered
         self._device = device
-        self._before = (0, 0, 0, 0)
-        self._changes: dict[str, tuple[int, int, int, int]] = {}
+        self._before: tuple[int, ...] = ()
+        self._changes: dict[str, tuple[int, ...]] = {}
 
     def before(self, launch: Launch) -> None:
         """To be called before the launch of each task."""
@@ -52,18 +53,15 @@ class Watch:
 
     def after(self, launch: Launch) -> None:
         """To be called after it."""
-        a, b, c, d = (after - before for before, after in zip(self._before, self._now(), strict=True))
-        self._changes[launch.task] = (a, b, c, d)
+        self._changes[launch.task] = tuple(map(operator.sub, self._now(), self._before))
 
-    def _now(self) -> tuple[int, int, int, int]:
+    def _now(self) -> tuple[int, ...]:
         """Bytes that were ever allocated, and those that are now, in large and in small blocks."""
         if not _is_torchs_own():
             return 0, 0, 0, 0
         found = torch.cuda.memory_stats_as_nested_dict(self._device).get("requested_bytes", {})
-        large, small = (found.get(pool, {}) for pool in ("large_pool", "small_pool"))
-        numbers = (pool.get(what, 0) for pool in (large, small) for what in ("allocated", "current"))
-        a, b, c, d = numbers
-        return a, b, c, d
+        pools = [found.get(name, {}) for name in ("large_pool", "small_pool")]
+        return tuple(pool.get(what, 0) for pool in pools for what in ("allocated", "current"))
 
     def demands(self) -> dict[str, Demand]:
         """What was found, for the tasks of the program."""

@@ -56,12 +56,7 @@ def cuda_timeline(
         events.setdefault(launch.task, []).append(event)
 
     plan = executable.plan
-    timed = CudaExecutable(
-        executable.lowered,
-        plan,
-        Room(executable.room.device),
-        first_blocks=executable.first_blocks,
-    )
+    timed = executable.in_room(Room(executable.room.device))
     passes: list[Noted] = []
     try:
         binding = timed.bind(constants, inputs, note, note)

@@ -83,10 +83,7 @@ def critical_first(graph: TaskGraph, plan: Plan) -> Plan:
 
     Each stream becomes two; what it ordered without need is ordered no longer.
     """
-    order = [graph.index[launch.task] for launch in plan.launches]
-    stream = [0] * len(order)
-    for i, launch in zip(order, plan.launches, strict=True):
-        stream[i] = launch.stream
+    order, stream = _placement(graph, plan)
     count = max(stream, default=0) + 1
     levels = bottom_levels(graph.successors, graph.costs_us)
     longest = max(levels, default=0.0)
@@ -111,12 +108,20 @@ def gathered(graph: TaskGraph, plan: Plan, tasks: Collection[str]) -> Plan:
     if len(homes) < 2:
         return plan
     home = max(homes, key=lambda stream: (homes[stream], -stream))
+    order, stream = _placement(graph, plan)
+    for task in tasks:
+        stream[graph.index[task]] = home
+    made = _plan(graph, order, stream, f"{plan.planner}, gathered", None)
+    return dataclasses.replace(made, facts=plan.facts, high_priority=plan.high_priority & {*stream})
+
+
+def _placement(graph: TaskGraph, plan: Plan) -> tuple[list[int], list[int]]:
+    """The tasks in the order of their launches, and the stream of each, by their place in the graph."""
     order = [graph.index[launch.task] for launch in plan.launches]
     stream = [0] * len(order)
     for i, launch in zip(order, plan.launches, strict=True):
-        stream[i] = home if launch.task in tasks else launch.stream
-    made = _plan(graph, order, stream, f"{plan.planner}, gathered", None)
-    return dataclasses.replace(made, facts=plan.facts, high_priority=plan.high_priority & {*stream})
+        stream[i] = launch.stream
+    return order, stream
 
 
 def plan_from_streams(

@@ -46,9 +46,13 @@ class Pools:
 
 
 def plan_pools(
-    plan: Plan, demands: Mapping[str, Demand], releases: Mapping[str, Sequence[str]]
+    plan: Plan,
+    demands: Mapping[str, Demand],
+    releases: Mapping[str, Sequence[str]],
+    *,
+    shaped: bool = True,
 ) -> Pools:
-    """What the demands of a plan's tasks come to.
+    """What the demands of a plan's tasks come to; without first blocks, unless it is `shaped`.
 
     `releases` names the buffers that are freed just before the launch of a task, on its stream.
     """
@@ -69,8 +73,9 @@ def plan_pools(
     for stream, all_events in events.items():
         small, large = _by_size(all_events)
         total += _reserved(small, _small_segment, _ROUNDED - 1)
-        first, nbytes = _first_block(large)
-        total += nbytes
+        usual = _reserved(large, _large_segment, _SMALL)
+        first = _first_block(large, usual) if shaped else 0
+        total += first or usual
         if first:
             first_blocks[stream] = first
     return Pools(total, first_blocks)
@@ -97,15 +102,14 @@ def _by_size(events: Sequence[_Event]) -> tuple[list[_Event], list[_Event]]:
     return small, large
 
 
-def _first_block(events: Sequence[_Event]) -> tuple[int, int]:
-    """The best first block for these large blocks, or 0; and what is reserved with it."""
-    usual = _reserved(events, _large_segment, _SMALL)
+def _first_block(events: Sequence[_Event], usual: int) -> int:
+    """A first block of less than is reserved usually that holds these large blocks, or 0."""
     size = max(_LARGE, _whole_pages(_most_at_once(events)))
     while size < usual:
         if _reserved(events, _large_segment, _SMALL, first=size) == size:
-            return size, size
+            return size
         size += max(_PAGE, size // 16 // _PAGE * _PAGE)
-    return 0, usual
+    return 0
 
 
 def _most_at_once(events: Sequence[_Event]) -> int:
