@@ -150,7 +150,7 @@ def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch_nimble.execute.room.Streams.of", staticmethod(lambda device: Streams()))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
     # Not for memory of the host: the slower copy is taken.
-    monkeypatch.setattr("torch_nimble.execute.cuda.copy_async", lambda: lambda *_: 1)
+    monkeypatch.setattr("torch_nimble.execute.graph.copy_async", lambda: lambda *_: 1)
 
     def check(graph: Any, plan: Any, places: Any, kept: Any) -> None:
         # The host's allocator knows no streams: what is freed may be given to any.

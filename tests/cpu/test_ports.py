@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import torch_nimble as nimble
-from torch_nimble.execute import cuda, ports
-from torch_nimble.execute.cuda import Binding
+from torch_nimble.execute import graph, ports
+from torch_nimble.execute.graph import Binding
 from torch_nimble.execute.ports import Doors, Port
 
 
@@ -124,9 +124,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver()
     monkeypatch.setattr(ports, "driver", lambda: made)
     monkeypatch.setattr(ports, "copy_async", lambda: made.copy)
-    monkeypatch.setattr(cuda, "copy_async", lambda: lambda *_: 1)  # not for memory of the host
-    monkeypatch.setattr(cuda, "_raw_stream", lambda index: 7)
-    monkeypatch.setattr(cuda, "_is_capturing", lambda: made.is_capturing)
+    monkeypatch.setattr(graph, "copy_async", lambda: lambda *_: 1)  # not for memory of the host
+    monkeypatch.setattr(graph, "_raw_stream", lambda index: 7)
+    monkeypatch.setattr(graph, "_is_capturing", lambda: made.is_capturing)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     return made
 

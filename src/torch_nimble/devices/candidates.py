@@ -13,8 +13,9 @@ import torch
 
 from torch_nimble.devices.base import Entry, RefusedError, TrialRun
 from torch_nimble.errors import PlanError
-from torch_nimble.execute.cuda import Binding, CudaExecutable
+from torch_nimble.execute.cuda import CudaExecutable
 from torch_nimble.execute.demands import Watch, allocates_as_usual
+from torch_nimble.execute.graph import Binding
 from torch_nimble.execute.measure import Timing, alone, race
 from torch_nimble.execute.room import Room
 from torch_nimble.execute.walk import TaskHook, releases_of
