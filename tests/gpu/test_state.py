@@ -283,14 +283,21 @@ def _in_place(m: Any) -> Untouched:
     return []
 
 
+def _other(m: Any) -> Any:
+    """A model of the same kind with other weights, whatever was drawn before."""
+    other = copy.deepcopy(m)
+    _in_place(other)
+    return other
+
+
 def _loaded(m: Any) -> Untouched:
-    m.load_state_dict(ready(Weighty()).state_dict())
+    m.load_state_dict(_other(m).state_dict())
     return []
 
 
 def _assigned(m: Any) -> Untouched:
     before = list(m.parameters())
-    other = ready(Weighty()).to(memory_format=torch.channels_last)
+    other = _other(m).to(memory_format=torch.channels_last)
     m.load_state_dict(other.state_dict(), assign=True)
     return before
 

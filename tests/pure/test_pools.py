@@ -74,9 +74,11 @@ def reserved_by_torch(
         for buffer, nbytes in demand.results.items():
             if nbytes:
                 stream.take(buffer, nbytes)
-        if demand.workspace and launch.stream not in has_workspace:
+        workspaces = [n for n in (demand.workspace, min(demand.small_workspace, MIB)) if n]
+        if workspaces and launch.stream not in has_workspace:
             has_workspace.add(launch.stream)
-            stream.take("workspace", demand.workspace)
+            for nbytes in workspaces:
+                stream.take("workspace", nbytes)
         for scratch in (demand.scratch, min(demand.small_scratch, MIB)):
             if scratch:
                 stream.take("scratch", scratch)
@@ -96,7 +98,7 @@ SIZES = st.one_of(
 def cases(draw: st.DrawFn) -> tuple[Plan, dict[str, Demand], Releases]:
     count, streams = draw(st.integers(1, 12)), draw(st.integers(1, 3))
     launches = tuple(Launch(f"t{i}", draw(st.integers(0, streams - 1))) for i in range(count))
-    workspace = draw(st.sampled_from((0, 4096, 32 * MIB)))
+    workspaces = draw(st.sampled_from(((0, 0), (0, 4096), (32 * MIB, 0), (32 * MIB, MIB))))
     demands, releases, held = {}, {}, {number: list[str]() for number in range(streams)}
     for launch in launches:
         here = held[launch.stream]
@@ -106,7 +108,8 @@ def cases(draw: st.DrawFn) -> tuple[Plan, dict[str, Demand], Releases]:
         results = {f"{launch.task}.{i}": draw(SIZES) for i in range(draw(st.integers(0, 2)))}
         held[launch.stream] += results
         scratch, small = (draw(st.one_of(st.just(0), SIZES)) for _ in range(2))
-        demands[launch.task] = Demand(results, scratch, small, draw(st.sampled_from((0, workspace))))
+        kept = draw(st.sampled_from(((0, 0), workspaces)))
+        demands[launch.task] = Demand(results, scratch, small, *kept)
     return Plan(launches), demands, releases
 
 
@@ -152,6 +155,11 @@ def test_streams_that_need_little_do_not_hold_twenty_megabytes_each() -> None:
             (Demand(workspace=32 * MIB), Demand(workspace=32 * MIB)),
             Pools(32 * MIB),
             id="a workspace for the stream",
+        ),
+        pytest.param(
+            (Demand(workspace=32 * MIB, small_workspace=MIB),),
+            Pools(34 * MIB),
+            id="a small workspace lies among small blocks",
         ),
     ],
 )

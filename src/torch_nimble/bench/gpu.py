@@ -26,6 +26,8 @@ _ENERGY_S, _ENERGY_AT_MOST_S = 0.3, 2.0
 _PRODUCTS, _QUEUED = 500, 4
 _TABLES = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 _MATRIX, _COPIED_BYTES = 8192, 1 << 30
+LOAD = "torch-nimble load"
+"""The name of the thread that keeps another stream busy."""
 
 
 def memory(device: str, *, peak: bool = False, restart: bool = False) -> dict[str, int]:
@@ -230,7 +232,7 @@ def loaded(wanted: bool) -> Iterator[Json]:
                 ends.append(stream.record_event())
                 replays += 1
 
-    thread = threading.Thread(target=keep_busy, daemon=True)
+    thread = threading.Thread(target=keep_busy, name=LOAD, daemon=True)
     start = time.perf_counter()
     thread.start()
     try:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import operator
 import os
+from collections.abc import Iterable
 
 import torch
 
 from torch_nimble.execute.walk import buffers_of_operators
 from torch_nimble.lower import Lowered
 from torch_nimble.plans import Launch
-from torch_nimble.schedule.pools import Demand
+from torch_nimble.schedule.pools import SMALL, Demand
 from torch_nimble.taskgraph import TaskGraph
 
 _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -71,22 +72,40 @@ class Watch:
             for task, buffers in buffers_of_operators(self._lowered).items()
         }
         more = {
-            task: max(0, large + small - sum(results.get(task, {}).values()))
+            task: _beside(results.get(task, {}).values(), large, small)
             for task, (_, large, _, small) in self._changes.items()
         }
         multiplying = multiplying_tasks(self._lowered.graph)
-        workspace = max((more[task] for task in multiplying), default=0)
-        if multiplying and not workspace:  # another operator took it first, or nothing is counted
-            workspace = _WORKSPACE_BYTES
-        return {
-            task: Demand(
-                results.get(task, {}) | ({} if task in multiplying else {f"more of {task}": more[task]}),
+        kept = [more[task] for task in multiplying]
+        # None is seen where another operator took it first, or where nothing is counted.
+        workspace = max((large for large, _ in kept), default=0) or _WORKSPACE_BYTES
+        small_workspace = max((small for _, small in kept), default=0)
+        found = {}
+        for task, (taken, large, small_taken, small) in self._changes.items():
+            multiplies = task in multiplying
+            found[task] = Demand(
+                results.get(task, {}) | ({} if multiplies else _named(task, *more[task])),
                 scratch=max(0, taken - large),
                 small_scratch=max(0, small_taken - small),
-                workspace=workspace if task in multiplying else 0,
+                workspace=workspace if multiplies else 0,
+                small_workspace=small_workspace if multiplies else 0,
             )
-            for task, (taken, large, small_taken, small) in self._changes.items()
-        }
+        return found
+
+
+def _beside(results: Iterable[int], large: int, small: int) -> tuple[int, int]:
+    """What is held more than these, of so many bytes in large and in small blocks."""
+    for nbytes in results:
+        if nbytes > SMALL:
+            large -= nbytes
+        else:
+            small -= nbytes
+    return max(0, large), max(0, small)
+
+
+def _named(task: str, large: int, small: int) -> dict[str, int]:
+    """Bytes that a task holds for ever, under names that no buffer has."""
+    return {f"more of {task}, in large blocks": large, f"more of {task}, in small blocks": small}
 
 
 def multiplying_tasks(graph: TaskGraph) -> frozenset[str]:

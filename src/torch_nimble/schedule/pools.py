@@ -19,7 +19,8 @@ from torch_nimble.plans import Plan
 
 MIB = 1 << 20
 _ROUNDED = 512
-_SMALL, _SMALL_SEGMENT = MIB, 2 * MIB
+SMALL, _SMALL_SEGMENT = MIB, 2 * MIB
+"""The most bytes of a small block."""
 _LARGE, _LARGE_SEGMENT, _PAGE = 10 * MIB, 20 * MIB, 2 * MIB
 
 
@@ -34,7 +35,14 @@ class Demand:
     small_scratch: int = 0
     """The same in small blocks."""
     workspace: int = 0
-    """Allocated by the first of its kind on a stream and kept for all that follow there."""
+    """In a large block that the first of its kind on a stream allocates and all that follow use."""
+    small_workspace: int = 0
+    """The same in a small block."""
+
+    @property
+    def works_in_kept_memory(self) -> bool:
+        """Whether it allocates or uses a workspace."""
+        return self.workspace > 0 or self.small_workspace > 0
 
 
 @dataclass(frozen=True)
@@ -63,17 +71,18 @@ def plan_pools(
         mine += [(buffer, None) for buffer in releases.get(launch.task, ())]
         demand = demands.get(launch.task, Demand())
         mine += demand.results.items()
-        if demand.workspace and launch.stream not in have_workspace:
+        if demand.works_in_kept_memory and launch.stream not in have_workspace:
             have_workspace.add(launch.stream)
             mine.append((_WORKSPACE, demand.workspace))
-        for nbytes in (demand.scratch, min(demand.small_scratch, _SMALL)):
+            mine.append((_SMALL_WORKSPACE, min(demand.small_workspace, SMALL)))
+        for nbytes in (demand.scratch, min(demand.small_scratch, SMALL)):
             if nbytes:
                 mine += [(_SCRATCH, nbytes), (_SCRATCH, None)]
     total, first_blocks = 0, {}
     for stream, all_events in events.items():
         small, large = _by_size(all_events)
         total += _reserved(small, _small_segment, _ROUNDED - 1)
-        usual = _reserved(large, _large_segment, _SMALL)
+        usual = _reserved(large, _large_segment, SMALL)
         first = _first_block(large, usual) if shaped else 0
         total += first or usual
         if first:
@@ -84,7 +93,7 @@ def plan_pools(
 # What is allocated, with its bytes, or freed, with None.
 _Event = tuple[str, int | None]
 # No names of buffers.
-_WORKSPACE, _SCRATCH = "\0workspace", "\0scratch"
+_WORKSPACE, _SMALL_WORKSPACE, _SCRATCH = "\0workspace", "\0small workspace", "\0scratch"
 
 
 def _by_size(events: Sequence[_Event]) -> tuple[list[_Event], list[_Event]]:
@@ -95,7 +104,7 @@ def _by_size(events: Sequence[_Event]) -> tuple[list[_Event], list[_Event]]:
     for name, nbytes in events:
         if nbytes is not None and nbytes > 0:
             nbytes += -nbytes % _ROUNDED
-            home[name] = small if nbytes <= _SMALL else large
+            home[name] = small if nbytes <= SMALL else large
             home[name].append((name, nbytes))
         elif nbytes is None and name in home:
             home.pop(name).append((name, None))
@@ -106,7 +115,7 @@ def _first_block(events: Sequence[_Event], usual: int) -> int:
     """A first block of less than is reserved usually that holds these large blocks, or 0."""
     size = max(_LARGE, _whole_pages(_most_at_once(events)))
     while size < usual:
-        if _reserved(events, _large_segment, _SMALL, first=size) == size:
+        if _reserved(events, _large_segment, SMALL, first=size) == size:
             return size
         size += max(_PAGE, size // 16 // _PAGE * _PAGE)
     return 0
