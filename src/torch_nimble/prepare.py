@@ -124,7 +124,8 @@ def _prepare(
     stages: _Stages,
     notes: list[Candidate],
 ) -> Choice:
-    device.get_ready()
+    with stages("load libraries"):
+        device.get_ready()
     with stages("run eager"):
         _fill_caches(adapter, tensors)
     with stages("capture"):

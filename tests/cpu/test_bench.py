@@ -376,9 +376,25 @@ def test_cold_and_warm_share_a_cache_and_systems_do_not() -> None:
         "reduce-overhead": ["cold", "warm"],
         "nimble": ["cold", "warm"],
     }
-    caches = launches.caches
+    assert launches.parts.pop(0).measure == "modules"
+    caches = launches.caches[1:]
     assert caches[0] == caches[1] != caches[2] == caches[3]
     assert [part.systems for part in launches.parts][::2] == [("reduce-overhead",), ("nimble",)]
+    assert len({part.bytecode for part in launches.parts}) == 1
+
+
+def test_python_finds_its_modules_compiled_where_it_is_told_to_keep_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    assert processes._environment("") is None
+    environment = processes._environment(str(tmp_path))
+    assert environment is not None
+    asked = "import sys; print(sys.dont_write_bytecode, sys.pycache_prefix)"
+    found = subprocess.run(
+        [sys.executable, "-c", asked], env=environment, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.split() == ["False", str(tmp_path)]
 
 
 def test_memory_is_measured_beside_others_and_time_is_not_kept() -> None:

@@ -510,10 +510,10 @@ class Statistics:
 
     def carry_out(self, task: str) -> None:
         self._take(sum(self._nbytes[buffer] for buffer in self._results[task].values()), self.small)
-        if task in self._multiplying or task == self._first:
-            if self.large["current"] < WORKSPACE:
-                self._take(WORKSPACE, self.large)
-                self._take(SMALL_WORKSPACE, self.small)
+        takes_workspace = task in self._multiplying or task == self._first
+        if takes_workspace and self.large["current"] < WORKSPACE:
+            self._take(WORKSPACE, self.large)
+            self._take(SMALL_WORKSPACE, self.small)
         if task in self._multiplying:
             self.large["allocated"] += SCRATCH
             self.small["allocated"] += 2 * SMALL

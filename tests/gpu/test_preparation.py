@@ -9,6 +9,7 @@ import threading
 from typing import Any
 
 import numpy
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -26,6 +27,7 @@ from gpu.helpers import (
     ready,
     rows,
 )
+from torch_nimble.capture.depthwise import DepthwiseByTorch
 
 
 def test_preparation_leaves_no_trace() -> None:
@@ -83,6 +85,33 @@ def test_preparation_leaves_no_trace() -> None:
             assert_close(result, eager(twin, x))
             assert_fused(fast)
         stream.synchronize()
+
+
+class Depthwise(nn.Module):
+    """Layers that cuDNN compiles kernels for when they lie channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Conv2d(16, 16, 3, padding=1, groups=16)
+        self.other = nn.Conv2d(16, 32, 5, stride=2, padding=2, groups=16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(torch.relu(self.one(x)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_what_a_plan_is_compared_with_is_what_the_model_gives(dtype: torch.dtype) -> None:
+    model = ready(Depthwise()).to(dtype=dtype, memory_format=torch.channels_last)
+    x = normal(2, 16, 12, 12).to(dtype=dtype, memory_format=torch.channels_last)
+    with DepthwiseByTorch():
+        seen = eager(model, x)
+    expected = eager(model, x)
+    assert_close(seen, expected)
+    assert seen.stride() == expected.stride()
+    with nimble.compile(model, (x,)) as fast:
+        found = fast(x)
+        assert_close(found, expected)
+        assert found.stride() == expected.stride()
 
 
 def test_torch_compile_of_the_caller_gives_what_it_gave() -> None:

@@ -43,6 +43,7 @@ def launch(
                     stdout=out,
                     stderr=out,
                     start_new_session=True,
+                    env=_environment(part.bytecode),
                 )
                 return process.pid
 
@@ -61,6 +62,14 @@ def launch(
         if reason:
             found["error"] = f"{reason}: {log.read_text(errors='replace')[-2000:].strip()}"
         return found
+
+
+def _environment(bytecode: str) -> dict[str, str] | None:
+    """Variables with which Python keeps compiled modules in that folder, if one is named."""
+    if not bytecode:
+        return None
+    rest = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**rest, "PYTHONPYCACHEPREFIX": bytecode}
 
 
 class _Watched:

@@ -43,6 +43,8 @@ class Part:
     plan: str = ""
     turns: str = ""
     """A file that processes lock while they take times, where several are under way."""
+    bytecode: str = ""
+    """A folder for modules as Python compiles them, if it is not to do as its environment says."""
     finds_caches: bool = False
     """Whether somebody may have compiled there before: then preparation is not timed."""
 

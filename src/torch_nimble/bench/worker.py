@@ -28,7 +28,7 @@ from torch_nimble.bench.record import Json
 from torch_nimble.bench.reporter import Reporter
 from torch_nimble.bench.stages import CLOSER, ENDING, MEASURING
 from torch_nimble.bench.subject import Call, Inputs, Part, Subject, error_of
-from torch_nimble.bench.systems import BY_NAME, Captured, compilations, graph_of
+from torch_nimble.bench.systems import BY_NAME, Captured, compilations, graph_of, load_modules
 from torch_nimble.bench.timing import Stopwatch
 from torch_nimble.bench.turns import end_with_parent
 from torch_nimble.errors import NimbleError
@@ -400,6 +400,7 @@ _WORK: dict[str, Callable[[Part, Report], Json]] = {
     "plan": speed,
     "train": train,
     "train-memory": step_memory,
+    "modules": lambda part, report: load_modules(part),
     "cost": cost,
     "memory": cost,
     "call": call_path,

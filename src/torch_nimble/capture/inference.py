@@ -29,6 +29,7 @@ from torch_nimble.capture.aliases import (
     writes_parts,
 )
 from torch_nimble.capture.callee import Callee
+from torch_nimble.capture.depthwise import DepthwiseByTorch
 from torch_nimble.capture.failure import explain_failure, refuse_dynamic
 from torch_nimble.capture.isolation import (
     Assigned,
@@ -251,12 +252,15 @@ class Adapter(nn.Module):
     def eager(
         self, tensors: Sequence[torch.Tensor], stand_in: StandIn | None = None
     ) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
-        """What the callee returns, and its buffers afterwards: it runs on copies of them."""
+        """What the callee returns, and its buffers afterwards: it runs on copies of them.
+
+        Depthwise convolutions may be done by other kernels of torch's, which are there at once.
+        """
         copies = {name: buffer.clone() for name, buffer in self.named_buffers()}
         if stand_in is not None:
             copies |= {name: stand_in(name, p.detach()) for name, p in self.named_parameters()}
         known = ParametersKnown(self.callee, self.parameters())
-        with torch.no_grad(), known, replaced(self, copies):
+        with torch.no_grad(), known, DepthwiseByTorch(), replaced(self, copies):
             result: tuple[torch.Tensor, ...] = self(*tensors)
         return result, {name: copies[name] for name, _ in self.named_buffers()}
 

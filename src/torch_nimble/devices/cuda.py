@@ -25,6 +25,7 @@ from torch_nimble.devices.candidates import (
     refusing_failures,
 )
 from torch_nimble.devices.layout import faster_layout
+from torch_nimble.devices.loading import libraries_loading
 from torch_nimble.devices.tuning import check_precision, chosen_for, compile_chosen, reading_parts, tune
 from torch_nimble.errors import FallbackError, LoweringError
 from torch_nimble.execute.check import tf32_tolerance
@@ -32,6 +33,7 @@ from torch_nimble.execute.cuda import CudaExecutable, free_workspaces
 from torch_nimble.execute.measure import Timing
 from torch_nimble.execute.room import Room
 from torch_nimble.execute.timelines import cuda_timeline
+from torch_nimble.execute.walk import no_garbage_collection
 from torch_nimble.explain import Candidate, not_tried
 from torch_nimble.flags import convolutions_may_use_tf32, matmul_may_use_tf32
 from torch_nimble.kernels.sites import APART, LIBRARY, OF_ROWS, Tuning
@@ -69,8 +71,10 @@ class CudaDevice(Device):
         return adapter.capture(tensors, functional=inductor.unsupported() is not None)
 
     def get_ready(self) -> None:
-        """Start Inductor's workers."""
+        """Start Inductor's workers, and load what is needed in any case."""
         inductor.start_workers(self.device)
+        with libraries_loading(self.device), no_garbage_collection():
+            inductor.load_modules()
 
     def choose_kernels(self, captured: Captured, options: Options, notes: list[Candidate]) -> Tuning:
         """The library's or one of ours for each kind of layer, by what is faster here."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from torch_nimble.lower.inductor.following import first_line
 
 log = logging.getLogger("torch_nimble")
 
+_MODULES = ("torch._dynamo.convert_frame", "torch._inductor.select_algorithm", "torch.export._trace")
 KNOWN_VERSIONS = ((2, 11), (2, 13))
 """The first and the last minor version of torch whose private names are known to fit."""
 
@@ -47,6 +49,21 @@ def start_workers(device: torch.device) -> None:
         _set_triton_ptxas_path()
         kernel_cache(device)
         getattr(async_compile, "maybe_warm_pool", async_compile.AsyncCompile.warm_pool)()
+
+
+def load_modules() -> None:
+    """Import what a capture and a program of Inductor's need."""
+    if unsupported() is None:
+        for name in _MODULES:
+            importlib.import_module(name)
+
+
+def know_compiler() -> None:
+    """Let Triton read all of itself, which it does before it looks up the first kernel."""
+    if unsupported() is None:
+        from torch.utils._triton import triton_hash_with_backend
+
+        triton_hash_with_backend()
 
 
 def in_workers(function: Callable[..., None], calls: Sequence[tuple[Any, ...]]) -> Callable[[], None]:

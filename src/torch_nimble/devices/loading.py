@@ -1,0 +1,51 @@
+"""What takes long to load: cuDNN when it is first used, modules of Inductor, and Triton by itself.
+
+Before it looks up a kernel, Triton reads all of its own files. None of the three needs the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from torch_nimble.lower import inductor
+
+log = logging.getLogger("torch_nimble")
+
+
+@contextlib.contextmanager
+def libraries_loading(device: torch.device) -> Iterator[None]:
+    """Load cuDNN and what Triton is, once in a process, beside what is done inside."""
+    thread = threading.Thread(target=_load_once, args=(device,), name="torch-nimble loading")
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+@functools.cache
+def _load_once(device: torch.device) -> None:
+    try:
+        with torch.cuda.device(device), torch.no_grad():
+            stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(stream):
+                _convolve(device)
+            stream.synchronize()
+        inductor.know_compiler()
+    except RuntimeError as reason:
+        log.info("libraries could not be loaded beforehand: %s", reason)
+
+
+def _convolve(device: torch.device) -> None:
+    """With a window, and with none, which cuDNN does by other parts of itself."""
+    image = torch.zeros(1, 8, 8, 8, dtype=torch.float16, device=device)
+    image = image.contiguous(memory_format=torch.channels_last)
+    for side in (3, 1):
+        F.conv2d(image, image.new_zeros(8, 8, side, side))
