@@ -27,6 +27,7 @@ from torch_nimble.capture import (
     generators_kept,
     values_kept,
 )
+from torch_nimble.collecting import no_garbage_collection
 from torch_nimble.devices import Device, Entry, Executable, RefusedError
 from torch_nimble.errors import CaptureError, InputError
 from torch_nimble.execute.autocast import autocast_off
@@ -124,11 +125,11 @@ def _prepare(
     stages: _Stages,
     notes: list[Candidate],
 ) -> Choice:
-    with stages("load libraries"):
+    with stages("load libraries"), no_garbage_collection():
         device.get_ready()
     with stages("run eager"):
         _fill_caches(adapter, tensors)
-    with stages("capture"):
+    with stages("capture"), no_garbage_collection():
         captured = device.capture(adapter, tensors)
     with stages("choose kernels"):
         tuned = device.choose_kernels(captured, options, notes)

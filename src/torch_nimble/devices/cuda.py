@@ -33,7 +33,6 @@ from torch_nimble.execute.cuda import CudaExecutable, free_workspaces
 from torch_nimble.execute.measure import Timing
 from torch_nimble.execute.room import Room
 from torch_nimble.execute.timelines import cuda_timeline
-from torch_nimble.execute.walk import no_garbage_collection
 from torch_nimble.explain import Candidate, not_tried
 from torch_nimble.flags import convolutions_may_use_tf32, matmul_may_use_tf32
 from torch_nimble.kernels.sites import APART, LIBRARY, OF_ROWS, Tuning
@@ -73,7 +72,7 @@ class CudaDevice(Device):
     def get_ready(self) -> None:
         """Start Inductor's workers, and load what is needed in any case."""
         inductor.start_workers(self.device)
-        with libraries_loading(self.device), no_garbage_collection():
+        with libraries_loading(self.device):
             inductor.load_modules()
 
     def choose_kernels(self, captured: Captured, options: Options, notes: list[Candidate]) -> Tuning:

@@ -9,13 +9,12 @@ After the capture all addresses are checked again, by other code.
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
+from torch_nimble.collecting import no_garbage_collection
 from torch_nimble.execute.room import Room
 from torch_nimble.execute.streams import capturing
 from torch_nimble.lower import Lowered
@@ -246,15 +245,3 @@ def covered_bytes(places: Iterable[tuple[int, int]]) -> int:
         total += max(0, address + nbytes - max(address, end))
         end = max(end, address + nbytes)
     return total
-
-
-@contextlib.contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Objects that are collected during a capture might free memory in the middle of it."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
