@@ -17,7 +17,7 @@ def no_garbage_collection() -> Iterator[None]:
     """No object is collected by itself until the last thread is out of here.
 
     What is collected during the capture of a CUDA graph might free memory in the middle of it. And while
-    modules are imported and graphs are traced, a quarter of the time goes into looking through all objects
+    modules are imported and graphs are traced, a quarter of the time goes into looking at all objects
     again and again.
     """
     global _holders, _was_enabled
