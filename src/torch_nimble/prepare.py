@@ -106,14 +106,18 @@ def prepare(
     kept = adapter.callee.numbers_kept()
     with torch.inference_mode(False), torch.no_grad(), autocast_off(), device.running(), kept:
         given = examples(tensors)
+        choice, notes = None, list[Candidate]()
         try:
-            return _prepare(device, adapter, given, options, folded, stages, [])
+            choice = _prepare(device, adapter, given, options, folded, stages, notes)
         except MismatchError as reason:
             if not reason.has_own_kernels or options.plan is not None:
                 raise
             notes = [not_tried("kernels of our own", reason)]
-        without = dataclasses.replace(options, tune="off")
-        return _prepare(device, adapter, given, without, folded, stages, notes)
+        if choice is None:
+            without = dataclasses.replace(options, tune="off")
+            choice = _prepare(device, adapter, given, without, folded, stages, notes)
+        device.give_back()
+        return choice
 
 
 def _prepare(

@@ -920,3 +920,20 @@ def test_libraries_kernels_are_tried_where_ours_are_wrong(monkeypatch: pytest.Mo
         nimble.compile(model, (x,)) as fast,
     ):
         assert_close(fast(x), eager(model, x))
+
+
+def test_plans_that_lost_are_gone_when_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    settle, losers, left = CpuDevice.settle, list[weakref.ref[Any]](), list[Any]()
+
+    def settled(self: CpuDevice, winner: Any, entries: Any, *rest: Any) -> Any:
+        losers.extend(weakref.ref(entry.executable) for entry in entries if entry is not winner)
+        return settle(self, winner, entries, *rest)
+
+    def give_back(self: CpuDevice) -> None:
+        left.append([loser for loser in losers if loser() is not None])
+
+    monkeypatch.setattr(CpuDevice, "settle", settled)
+    monkeypatch.setattr(CpuDevice, "give_back", give_back)
+    with nimble.compile(branches(), (image(),)):
+        assert losers
+        assert left == [[]]

@@ -34,6 +34,7 @@ from gpu.helpers import (
     signatures,
     step,
 )
+from gpu.parts import Towers
 from torch_nimble.schedule import lanes, serial
 
 
@@ -237,6 +238,18 @@ class Widening(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
         return self.head(torch.stack([b(x).relu().mean((2, 3)) for b in self.branches]).sum(0))
+
+
+def test_what_a_preparation_took_is_given_back() -> None:
+    """Each stream with matrix products takes a workspace, and so does each plan that is compared."""
+    model = ready(Towers())
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    with nimble.compile(model, (normal(8, 256),), tune="off") as fast:
+        tried = [c["memory_bytes"] for c in signatures(fast)[0]["candidates"]]
+        told = signatures(fast)[0]["memory_bytes"]
+        assert max(tried) > 64 * MIB, "little is taken: this comparison could not fail"
+        assert torch.cuda.memory_reserved() - before <= told + 2 * 20 * MIB
 
 
 def test_memory_that_an_engine_tells_is_what_torch_reserves() -> None:

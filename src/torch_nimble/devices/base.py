@@ -147,6 +147,10 @@ class Device(abc.ABC):
     ) -> list[Lowered]:
         """The lowerings to try, the plainest first; notes say what could not be had, and why."""
 
+    def give_back(self) -> None:
+        """Give memory that a preparation needs no more to whoever wants it."""
+        return
+
     def after_eager(self) -> None:
         """Free what running the model itself has left behind."""
         return

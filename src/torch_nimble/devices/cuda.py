@@ -61,6 +61,11 @@ class CudaDevice(Device):
         """Workspaces of cuBLAS, which are larger than the activations of a small network."""
         free_workspaces()
 
+    def give_back(self) -> None:
+        """That of graphs that are gone, which torch keeps for others in pools that are gone, too."""
+        free_workspaces()
+        torch.cuda.empty_cache()
+
     def running(self) -> contextlib.AbstractContextManager[None]:
         """On this device, whichever the caller's current one is."""
         return torch.cuda.device(self.device)
@@ -84,6 +89,7 @@ class CudaDevice(Device):
             every = [*sites, *(group.whole for group in groups)]
             found = tune(every, self.device, options.tune, self._swept_by(captured))
             compile_chosen(reading_parts(groups, found), self.device)
+            self.give_back()
         except (RuntimeError, ValueError) as reason:
             notes.append(not_tried("kernels of our own", reason))
             return ()
