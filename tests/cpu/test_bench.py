@@ -376,11 +376,22 @@ def test_cold_and_warm_share_a_cache_and_systems_do_not() -> None:
         "reduce-overhead": ["cold", "warm"],
         "nimble": ["cold", "warm"],
     }
-    assert launches.parts.pop(0).measure == "modules"
+    first, *others = launches.parts
+    assert (first.measure, first.systems) == ("modules", part.systems)
+    (folder,) = {part.bytecode for part in launches.parts}
+    assert folder
     caches = launches.caches[1:]
     assert caches[0] == caches[1] != caches[2] == caches[3]
-    assert [part.systems for part in launches.parts][::2] == [("reduce-overhead",), ("nimble",)]
-    assert len({part.bytecode for part in launches.parts}) == 1
+    assert launches.caches[0] not in caches
+    assert [part.systems for part in others][::2] == [("reduce-overhead",), ("nimble",)]
+
+
+def test_modules_are_loaded_by_making_every_system_ready(tmp_path: Path) -> None:
+    stages = list[str]()
+    part = replace(PART, measure="modules", systems=("eager", "nimble"), cache=str(tmp_path))
+    found = worker.work(part, lambda told: stages.append(told["stage"]))
+    assert found == {}
+    assert stages == ["loading eager", "loading nimble"]
 
 
 def test_python_finds_its_modules_compiled_where_it_is_told_to_keep_them(

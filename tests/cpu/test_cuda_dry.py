@@ -501,8 +501,9 @@ class Statistics:
     `first` names a task that takes the workspace although it is none.
     """
 
-    def __init__(self, lowered: Lowered, first: str = "") -> None:
+    def __init__(self, lowered: Lowered, first: str = "", workspace: int = WORKSPACE) -> None:
         self._first = first
+        self._workspaces = [workspace, SMALL_WORKSPACE]
         self._nbytes = {buffer.name: buffer.nbytes for buffer in lowered.graph.buffers}
         self._multiplying = multiplying_tasks(lowered.graph)
         self._results = buffers_of_operators(lowered)
@@ -510,10 +511,9 @@ class Statistics:
 
     def carry_out(self, task: str) -> None:
         self._take(sum(self._nbytes[buffer] for buffer in self._results[task].values()), self.small)
-        takes_workspace = task in self._multiplying or task == self._first
-        if takes_workspace and self.large["current"] < WORKSPACE:
-            self._take(WORKSPACE, self.large)
-            self._take(SMALL_WORKSPACE, self.small)
+        if self._workspaces and (task in self._multiplying or task == self._first):
+            self._take(self._workspaces.pop(0), self.large)
+            self._take(self._workspaces.pop(0), self.small)
         if task in self._multiplying:
             self.large["allocated"] += SCRATCH
             self.small["allocated"] += 2 * SMALL
@@ -527,8 +527,8 @@ class Statistics:
         return {"requested_bytes": {"large_pool": {**self.large}, "small_pool": {**self.small}}}
 
 
-def watched(lowered: Lowered, monkeypatch: pytest.MonkeyPatch, first: str = "") -> dict[str, Demand]:
-    statistics, watch = Statistics(lowered, first), Watch(lowered, CPU)
+def watched(lowered: Lowered, monkeypatch: pytest.MonkeyPatch, *more: Any) -> dict[str, Demand]:
+    statistics, watch = Statistics(lowered, *more), Watch(lowered, CPU)
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", statistics.now)
     for launch in serial(lowered.graph).launches:
         watch.before(launch)
@@ -549,6 +549,15 @@ def test_demands_are_told_apart_by_what_is_held_and_what_was_taken(
         wanted = (SCRATCH, 2 * SMALL, WORKSPACE, SMALL_WORKSPACE) if task in multiplying else (0,) * 4
         scratch = demand.scratch, demand.small_scratch
         assert (*scratch, demand.workspace, demand.small_workspace) == wanted
+
+
+def test_a_workspace_may_be_small_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    lowered, _ = parts(Two().eval(), torch.randn(4, 8))
+    demands = watched(lowered, monkeypatch, "", 0)
+    found = {
+        (demands[t].workspace, demands[t].small_workspace) for t in multiplying_tasks(lowered.graph)
+    }
+    assert found == {(0, SMALL_WORKSPACE)}
 
 
 def test_a_workspace_that_another_operator_took_first_is_not_forgotten(

@@ -27,6 +27,7 @@ from gpu.helpers import (
     ready,
     rows,
 )
+from torch_nimble.capture import depthwise
 from torch_nimble.capture.depthwise import DepthwiseByTorch
 
 
@@ -99,12 +100,28 @@ class Depthwise(nn.Module):
         return self.other(torch.relu(self.one(x)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_what_a_plan_is_compared_with_is_what_the_model_gives(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "cudnn", "side"),
+    [
+        (torch.float16, True, 12),
+        (torch.bfloat16, True, 12),
+        (torch.float32, True, 12),
+        (torch.float64, True, 12),
+        (torch.float16, False, 12),
+        (torch.float16, True, 2),
+    ],
+)
+def test_what_a_plan_is_compared_with_is_what_the_model_gives(
+    dtype: torch.dtype, cudnn: bool, side: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "enabled", cudnn)
+    by_torch, calls = depthwise._by_torch, list[Any]()
+    monkeypatch.setattr(depthwise, "_by_torch", lambda *args: calls.append(0) or by_torch(*args))
     model = ready(Depthwise()).to(dtype=dtype, memory_format=torch.channels_last)
-    x = normal(2, 16, 12, 12).to(dtype=dtype, memory_format=torch.channels_last)
+    x = normal(2, 16, side, side).to(dtype=dtype, memory_format=torch.channels_last)
     with DepthwiseByTorch():
         seen = eager(model, x)
+    assert len(calls) == (2 if cudnn and dtype is not torch.float64 else 0)
     expected = eager(model, x)
     assert_close(seen, expected)
     assert seen.stride() == expected.stride()

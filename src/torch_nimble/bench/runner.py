@@ -338,8 +338,8 @@ def _as_it_is(part: Part, launch: Launch) -> Json:
 def _cold_and_warm(part: Part, launch: Launch) -> Json:
     """Each system alone in a fresh process with empty caches, then in another that finds them.
 
-    Python's modules have been compiled and read once before, as where a package is installed: the first
-    system would pay for all otherwise.
+    Another one has let Python compile and read the modules of all, as where packages are installed: the
+    first system would pay for the others otherwise.
     """
     systems: dict[str, Json] = {}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as bytecode:

@@ -20,14 +20,13 @@ import torch
 
 import torch_nimble as nimble
 from torch_nimble import schedule
-from torch_nimble.bench.record import SYSTEMS, Json
-from torch_nimble.bench.subject import Call, Inputs, Part, Replayable, Subject
+from torch_nimble.bench.record import SYSTEMS
+from torch_nimble.bench.subject import Call, Inputs, Replayable, Subject
 from torch_nimble.errors import MissingDependencyError
 from torch_nimble.execute.measure import race
 from torch_nimble.tree import flatten_inputs, flatten_output, unflatten_inputs, unflatten_output
 
 Make = Callable[[Subject, Inputs], Call]
-_MODULES = ("torch._inductor.compile_fx", "torch._inductor.select_algorithm", "torch.export._trace")
 
 
 @dataclass(frozen=True)
@@ -218,11 +217,3 @@ BY_NAME: dict[str, System] = {
     "nimble": System(_nimble, _BOTH),
 }
 assert tuple(BY_NAME) == SYSTEMS
-
-
-def load_modules(part: Part) -> Json:
-    """Import what systems import, and find nothing out."""
-    Subject.load(part)
-    for name in _MODULES:
-        importlib.import_module(name)
-    return {}

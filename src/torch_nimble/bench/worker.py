@@ -28,7 +28,7 @@ from torch_nimble.bench.record import Json
 from torch_nimble.bench.reporter import Reporter
 from torch_nimble.bench.stages import CLOSER, ENDING, MEASURING
 from torch_nimble.bench.subject import Call, Inputs, Part, Subject, error_of
-from torch_nimble.bench.systems import BY_NAME, Captured, compilations, graph_of, load_modules
+from torch_nimble.bench.systems import BY_NAME, Captured, compilations, graph_of
 from torch_nimble.bench.timing import Stopwatch
 from torch_nimble.bench.turns import end_with_parent
 from torch_nimble.errors import NimbleError
@@ -331,6 +331,16 @@ def prepare_step(subject: Subject, name: str, trainee: training.Trainee) -> tupl
 # ------------------------------------------------------------ the other measurements
 
 
+def modules(part: Part, report: Report) -> Json:
+    """Every system made ready for a small model, so that Python has imported all that each needs."""
+    subject = Subject(part, torch.nn.Conv2d(3, 8, 3, device=part.device).eval())
+    sample: Inputs = (torch.zeros(1, 3, 8, 8, device=part.device),), {}
+    for name in part.systems:
+        report({"stage": f"loading {name}"})
+        prepare(subject, name, [sample])
+    return {}
+
+
 def cost(part: Part, report: Report) -> Json:
     """One system for one or several batch sizes, in a process that does nothing else."""
     subject = Subject.load(part)
@@ -400,7 +410,7 @@ _WORK: dict[str, Callable[[Part, Report], Json]] = {
     "plan": speed,
     "train": train,
     "train-memory": step_memory,
-    "modules": lambda part, report: load_modules(part),
+    "modules": modules,
     "cost": cost,
     "memory": cost,
     "call": call_path,

@@ -128,7 +128,7 @@ class Device(abc.ABC):
         """The graph of one call, in the form that this device's lowering wants."""
 
     def get_ready(self) -> None:
-        """Begin what takes long and can go on beside the rest of a preparation."""
+        """Load what takes long, and begin what can go on beside the rest of a preparation."""
         return
 
     def choose_kernels(self, captured: Captured, options: Options, notes: list[Candidate]) -> Tuning:

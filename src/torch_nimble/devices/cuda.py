@@ -62,9 +62,14 @@ class CudaDevice(Device):
         free_workspaces()
 
     def give_back(self) -> None:
-        """That of graphs that are gone, which torch keeps for others in pools that are gone, too."""
-        free_workspaces()
-        torch.cuda.empty_cache()
+        """That of graphs that are gone, which torch keeps for others in pools that are gone, too.
+
+        While somebody captures a graph, torch lets nothing go.
+        """
+        with self.room.streams.lock:
+            free_workspaces()
+            with contextlib.suppress(RuntimeError):
+                torch.cuda.empty_cache()
 
     def running(self) -> contextlib.AbstractContextManager[None]:
         """On this device, whichever the caller's current one is."""

@@ -34,18 +34,18 @@ def libraries_loading(device: torch.device) -> Iterator[None]:
 def _load_once(device: torch.device) -> None:
     try:
         with torch.cuda.device(device), torch.no_grad():
-            stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            with torch.cuda.stream(stream):
-                _convolve(device)
-            stream.synchronize()
-        inductor.know_compiler()
-    except RuntimeError as reason:
+            _use_cudnn(device)
+            inductor.know_compiler()
+    except Exception as reason:  # whoever needs them will meet it again, and can say so
         log.info("libraries could not be loaded beforehand: %s", reason)
 
 
-def _convolve(device: torch.device) -> None:
+def _use_cudnn(device: torch.device) -> None:
     """With a window, and with none, which cuDNN does by other parts of itself."""
-    image = torch.zeros(1, 8, 8, 8, dtype=torch.float16, device=device)
-    image = image.contiguous(memory_format=torch.channels_last)
-    for side in (3, 1):
-        F.conv2d(image, image.new_zeros(8, 8, side, side))
+    stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        image = torch.zeros(1, 8, 8, 8, dtype=torch.float16, device=device)
+        image = image.contiguous(memory_format=torch.channels_last)
+        for side in (3, 1):
+            F.conv2d(image, image.new_zeros(8, 8, side, side))
+    stream.synchronize()

@@ -77,9 +77,10 @@ class Watch:
         }
         multiplying = multiplying_tasks(self._lowered.graph)
         kept = [more[task] for task in multiplying]
-        # None is seen where another operator took it first, or where nothing is counted.
-        workspace = max((large for large, _ in kept), default=0) or _WORKSPACE_BYTES
+        workspace = max((large for large, _ in kept), default=0)
         small_workspace = max((small for _, small in kept), default=0)
+        if not (workspace or small_workspace):  # another operator took it first, or nothing is counted
+            workspace = _WORKSPACE_BYTES
         found = {}
         for task, (taken, large, small_taken, small) in self._changes.items():
             multiplies = task in multiplying
@@ -104,7 +105,8 @@ def _beside(results: Iterable[int], large: int, small: int) -> tuple[int, int]:
 
 
 def _named(task: str, large: int, small: int) -> dict[str, int]:
-    """Bytes that a task holds for ever, under names that no buffer has."""
+    """Bytes that a task holds for ever, under names that no buffer has; small blocks share segments."""
+    small = min(small, SMALL)
     return {f"more of {task}, in large blocks": large, f"more of {task}, in small blocks": small}
 
 
