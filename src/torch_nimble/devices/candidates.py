@@ -18,10 +18,11 @@ from torch_nimble.execute.demands import Watch, allocates_as_usual
 from torch_nimble.execute.graph import Binding
 from torch_nimble.execute.measure import Timing, alone, race
 from torch_nimble.execute.room import Room
+from torch_nimble.execute.timelines import TaskEvents
 from torch_nimble.execute.walk import TaskHook, releases_of
 from torch_nimble.explain import Candidate, not_tried
 from torch_nimble.options import Options
-from torch_nimble.plans import Launch, Plan
+from torch_nimble.plans import Plan
 from torch_nimble.report.floors import SHORTEST_US
 from torch_nimble.schedule import analyse, critical_first, serial, simulate
 from torch_nimble.schedule.planners import concurrent_plans, gathered
@@ -152,19 +153,14 @@ class Candidates:
 
     def _costs(self, plan: Plan, total_us: float) -> list[float]:
         """Time of each task on the device, so that their sum is what the tasks take one by one."""
-        events: dict[str, list[torch.cuda.Event]] = {}
-
-        def note(launch: Launch) -> None:
-            event = torch.cuda.Event(enable_timing=True, external=True)  # type: ignore[no-untyped-call]
-            event.record()
-            events.setdefault(launch.task, []).append(event)
-
+        events = TaskEvents()
         executable = CudaExecutable(self.lowered, plan, self._room)
-        binding = executable.bind(self._trial.copied_constants, self._trial.inputs, note, note)
+        given = self._trial.copied_constants, self._trial.inputs
+        binding = executable.bind(*given, events.note, events.note)
         rounds: list[dict[str, float]] = []
         for _ in range(_COST_ROUNDS):
             _replay(binding)
-            rounds.append({t: a.elapsed_time(b) * 1000 for t, (a, b) in events.items()})
+            rounds.append(events.durations_us())
         executable.close()
         self._trial.restore()
         tasks = self.lowered.graph.tasks

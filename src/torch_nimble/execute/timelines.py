@@ -48,32 +48,44 @@ def cuda_timeline(
 
     In memory of its own, which is freed at the end. Writes constants and inputs.
     """
-    events: dict[str, list[torch.cuda.Event]] = {}
-
-    def note(launch: Launch) -> None:
-        event = torch.cuda.Event(enable_timing=True, external=True)  # type: ignore[no-untyped-call]
-        event.record()
-        events.setdefault(launch.task, []).append(event)
-
-    plan = executable.plan
+    events = TaskEvents()
     timed = executable.in_room(Room(executable.room.device))
     passes: list[Noted] = []
     try:
-        binding = timed.bind(constants, inputs, note, note)
-        first = events[plan.launches[0].task][0]
+        binding = timed.bind(constants, inputs, events.note, events.note)
         for _ in range(_SETTLE + _PASSES):
             binding.replay()
             # Not the whole device: that would break a capture of another thread's.
             torch.cuda.current_stream().synchronize()
-            passes.append(
-                {
-                    task: (first.elapsed_time(a) * 1000, first.elapsed_time(b) * 1000)
-                    for task, (a, b) in events.items()
-                }
-            )
+            passes.append(events.spans_us())
     finally:
         timed.close()
-    return middle_pass(plan, passes[_SETTLE:])
+    return middle_pass(executable.plan, passes[_SETTLE:])
+
+
+class TaskEvents:
+    """The start and the end of each task of a graph: `note` is called before and after its launch."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, list[torch.cuda.Event]] = {}
+
+    def note(self, launch: Launch) -> None:
+        """Let the graph that is captured note the time on this task's stream."""
+        event = torch.cuda.Event(enable_timing=True, external=True)  # type: ignore[no-untyped-call]
+        event.record()
+        self._of.setdefault(launch.task, []).append(event)
+
+    def spans_us(self) -> dict[str, tuple[float, float]]:
+        """From where to where each task went in the last replay, since the start of the first one."""
+        first = next(iter(self._of.values()))[0]
+        return {
+            task: (first.elapsed_time(a) * 1000, first.elapsed_time(b) * 1000)
+            for task, (a, b) in self._of.items()
+        }
+
+    def durations_us(self) -> dict[str, float]:
+        """How long each task took in the last replay."""
+        return {task: a.elapsed_time(b) * 1000 for task, (a, b) in self._of.items()}
 
 
 def middle_pass(plan: Plan, passes: Sequence[Noted]) -> Timeline:
