@@ -12,8 +12,8 @@ import functools
 import itertools
 import operator
 import types
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Set
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ _PLAIN = (
     torch.memory_format,
 )
 _OPAQUE = (torch.Tensor, nn.Module, type, types.ModuleType, types.FunctionType, functools.partial)
-_DEPTH, _MOST = 4, 1000
+_DEPTH, _MOST = 8, 1000
 COUNTED = (bool, int, float, str)
 """What code may change from call to call."""
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -47,6 +47,28 @@ def is_value(value: Any) -> bool:
     if isinstance(value, tuple | frozenset):
         return all(map(is_value, value))
     return isinstance(value, _PLAIN)
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """Whether of two values one is as good as the other: 2 is not 2.0, nor 0.0 -0.0."""
+    if one is other:
+        return True
+    if type(one) is not type(other) or not is_value(one):
+        return False
+    if isinstance(one, float | complex):
+        return repr(one) == repr(other)
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(same_value, one, other))
+    if isinstance(one, frozenset):
+        return _same_set(one, other)
+    return bool(one == other)
+
+
+def _same_set(one: Set[Any], other: Set[Any]) -> bool:
+    def kinds(items: Set[Any]) -> Counter[Any]:
+        return Counter((type(item), item) for item in items)
+
+    return one == other and kinds(one) == kinds(other)
 
 
 def own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -167,7 +189,8 @@ class Contents:
         if not isinstance(value, list | dict | set | tuple | deque):
             if not _is_record(value, depth):
                 return
-            container = getattr(value, "__dict__", None) or Slots(value)
+            table = getattr(value, "__dict__", None)
+            container = table if isinstance(table, dict) else Slots(value)
         if len(container) > _MOST:
             return
         seen.add(id(value))
@@ -218,10 +241,8 @@ def _items(container: Any) -> Iterator[Any]:
 
 def _same(container: Any, held: Any) -> bool:
     if isinstance(container, set):
-        return bool(container == held)
+        return _same_set(container, held)
     now = [*_items(container)]
     if len(now) != len(held):
         return False
-    return all(map(operator.is_, now, held)) or all(
-        a is b or (type(a) is type(b) and is_value(a) and a == b) for a, b in zip(now, held, strict=True)
-    )
+    return all(map(operator.is_, now, held)) or all(map(same_value, now, held))

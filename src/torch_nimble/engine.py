@@ -27,7 +27,7 @@ from torch_nimble.planned import Planned
 from torch_nimble.prepare import Progress
 from torch_nimble.prepared import Prepared
 from torch_nimble.quick import MISS, QuickCall
-from torch_nimble.signature import Signature, as_arguments, check_tensors
+from torch_nimble.signature import Signature, as_arguments, check_tensors, write_back
 from torch_nimble.tree import Node, flatten_inputs, unflatten_inputs
 from torch_nimble.weights import ModuleWatch, Tripwire
 
@@ -64,12 +64,13 @@ class Engine(ModelFace, Planned):
         if self._disabled:
             return self._callee(*args, **kwargs)
         self._check_usable()
-        tensors, structure = flatten_inputs(args, kwargs)
-        tensors = check_tensors(structure, tensors)
+        given, structure = flatten_inputs(args, kwargs)
+        tensors = check_tensors(structure, given)
         self._follow_modules()
-        if self._batching is not None:
-            return self._call_batched(structure, tensors)
-        return self._call(structure, tensors)
+        call = self._call if self._batching is None else self._call_batched
+        result = call(structure, tensors)
+        write_back(given, tensors)
+        return result
 
     forward = __call__
 

@@ -95,6 +95,14 @@ def check_tensors(structure: Node, tensors: Sequence[torch.Tensor]) -> list[torc
     return [t.resolve_conj().resolve_neg() if t.is_conj() or t.is_neg() else t for t in tensors]
 
 
+def write_back(given: Sequence[torch.Tensor], taken: Sequence[torch.Tensor]) -> None:
+    """Into tensors that were resolved, what a call has written to those it got instead of them."""
+    for tensor, resolved in zip(given, taken, strict=True):
+        if tensor is not resolved and not torch.equal(tensor, resolved):
+            with torch.no_grad():
+                tensor.copy_(resolved)
+
+
 def check_devices(structure: Node, tensors: Sequence[torch.Tensor], device: torch.device | None) -> None:
     """InputError if inputs lie on another device than the model's parameters, or on several."""
     for i, tensor in enumerate(tensors):

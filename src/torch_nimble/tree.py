@@ -13,6 +13,7 @@ import collections.abc
 import dataclasses
 import enum
 import functools
+import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,12 @@ from torch_nimble.errors import CaptureError, InputError
 _PLAIN = (
     type(None), bool, int, float, complex, str, bytes, enum.Enum, range, slice,
     torch.dtype, torch.device, torch.memory_format, torch.layout,
+)  # fmt: skip
+
+
+_LATER = (
+    collections.abc.Iterator,
+    types.FunctionType, types.MethodType, types.BuiltinMethodType, functools.partial,
 )  # fmt: skip
 
 
@@ -144,17 +151,23 @@ def _flatten(value: Any, tensors: list[torch.Tensor], path: str, unknown: Unknow
         # Hugging Face's outputs are dicts and dataclasses at once; as dicts they omit what is None.
         items = tuple(value.items())
         children = tuple(_flatten(v, tensors, f"{path}[{k!r}]", unknown) for k, v in items)
+        if unknown is _take_apart and not dataclasses.is_dataclass(kind):
+            _refuse_more(value, (), path)
         factory = getattr(value, "default_factory", None)
         return Node(kind, tuple(k for k, _ in items), children, factory)
     if isinstance(value, tuple | list | collections.deque):
         names = getattr(value, "_fields", ())
         children = tuple(_flatten(v, tensors, f"{path}[{i}]", unknown) for i, v in enumerate(value))
+        if unknown is _take_apart:
+            _refuse_more(value, (), path)
         return Node(kind, tuple(names), children)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = tuple(f.name for f in dataclasses.fields(value))
         children = tuple(
             _flatten(getattr(value, name), tensors, f"{path}.{name}", unknown) for name in fields
         )
+        if unknown is _take_apart:
+            _refuse_more(value, fields, path)
         return Node(kind, fields, children)
     return unknown(value, tensors, path)
 
@@ -170,9 +183,25 @@ def _refuse(value: Any, tensors: list[torch.Tensor], path: str) -> Structure:
     )
 
 
+def _refuse_more(value: Any, known: Sequence[str], path: str) -> None:
+    """CaptureError for a result that holds more than its elements or fields."""
+    more = [name for name in getattr(value, "__dict__", ()) if name not in known]
+    if more:
+        raise CaptureError(
+            f"the model's {path} is a {type(value).__module__}.{type(value).__qualname__} with the "
+            f"attribute {more[0]!r} beside its elements, which a plan cannot put there; return that "
+            "as an element or a field, too"
+        )
+
+
 def _take_apart(value: Any, tensors: list[torch.Tensor], path: str) -> Structure:
     before = len(tensors)
     attributes = getattr(value, "__dict__", None)
+    if isinstance(value, _LATER):
+        raise CaptureError(
+            f"the model's {path} is a {type(value).__name__}, whose code would run after the call, on "
+            "values of the trace; return its results, in a tuple, a list, a dict or a dataclass"
+        )
     if isinstance(value, collections.abc.Collection) and not isinstance(value, torch.nn.Module | type):
         raise CaptureError(
             f"the model's {path} is a {type(value).__module__}.{type(value).__qualname__}, which may "
@@ -207,8 +236,10 @@ def _unflatten(structure: Structure, supply: Iterator[Any]) -> Any:
         made = kind(structure.factory) if issubclass(kind, collections.defaultdict) else kind()
         made.update(items)
         return made
+    if issubclass(kind, tuple) and isinstance(kind.__new__, types.FunctionType):
+        return tuple.__new__(kind, children)  # as named tuples do; others may take what they like
     if issubclass(kind, tuple | list | collections.deque):
-        return kind(*children) if structure.keys else kind(children)
+        return kind(children)
     made = object.__new__(kind)
     for name, child in zip(structure.keys, children, strict=True):
         object.__setattr__(made, name, child)

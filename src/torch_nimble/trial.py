@@ -55,6 +55,7 @@ class Trial:
         self._copies = {name: tensor.clone() for name, tensor in self._state.items()}
         self.copied_constants = {**self.constants, **self._copies}
         self._generators = TorchGenerators()
+        self._after_eager = self._after_run = torch.get_rng_state()
 
     def eager(self, stand_in: StandIn | None = None) -> list[torch.Tensor]:
         """What the model itself returns and leaves in what it writes, from the caller's random state.
@@ -67,6 +68,8 @@ class Trial:
         ]
         with generators_kept():
             results, buffers = self._adapter.eager(copies, stand_in)
+            if stand_in is None:
+                self._after_eager = torch.get_rng_state()
         sources = self.lowered.program.sources
         return [
             *(result.detach() for result in results),
@@ -77,11 +80,18 @@ class Trial:
     def run(self, run: Run) -> list[torch.Tensor]:
         """What a plan returns and leaves in what it writes, in the same order."""
         self.restore()
+        results = run(self.inputs)
+        self._after_run = torch.get_rng_state()
         return [
-            *run(self.inputs),
+            *results,
             *self._copies.values(),
             *(copy for copy, written in zip(self.inputs, self._written, strict=True) if written),
         ]
+
+    @property
+    def draws_alike(self) -> bool:
+        """Whether the last run left the generator of the CPU where eager had left it."""
+        return torch.equal(self._after_run, self._after_eager)
 
     def compare(
         self,

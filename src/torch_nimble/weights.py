@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torch_nimble.capture import MODEL_LOCK, Assigned, Source
-from torch_nimble.contents import Contents, described, is_value, own_attributes
+from torch_nimble.contents import Contents, described, is_value, own_attributes, same_value
 from torch_nimble.execute.autocast import autocast_off
 from torch_nimble.lower import Program, Ref
 from torch_nimble.lower.program import resolve
@@ -128,7 +128,7 @@ def _key(value: Any, keys: Mapping[str, Any]) -> Any:
         hash(value)
     except TypeError:
         return id(value)
-    return (type(value), value)
+    return (type(value), repr(value) if isinstance(value, float | complex) else value)
 
 
 class ModuleWatch:
@@ -145,18 +145,21 @@ class ModuleWatch:
         self.modules = list(dict.fromkeys([*self._own, *others]))
         self._ignored: set[tuple[int, str]] = set()
         self._children_of = [m._modules for m in self.modules if m._modules]
-        self._children = self._children_now()
+        self._children, self._child_names = self._children_now(), self._child_names_now()
         self._tables = [vars(module) for module in self.modules]
         self._sizes = list(map(len, self._tables))
         self._values, self._objects = self._attributes(is_value), self._attributes(_is_object)
         self.contents = Contents.among(self.modules)
         self._hooks = [hooks for m in self.modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
-        self._hook_keys = self._hook_keys_now()
+        self._hooked = self._hooked_now()
         self._first: tuple[dict[str, Any], str] | None = None
         self.look_for_devices()
 
     def _children_now(self) -> list[nn.Module | None]:
         return list(chain.from_iterable(map(dict.values, self._children_of)))
+
+    def _child_names_now(self) -> list[str]:
+        return list(chain.from_iterable(self._children_of))
 
     def _attributes(self, kind: Callable[[Any], bool]) -> _Attributes:
         names = [
@@ -177,15 +180,15 @@ class ModuleWatch:
             self._sizes = list(map(len, self._tables))
             self.contents.ignore(assigned.containers)
 
-    def _hook_keys_now(self) -> list[int]:
-        return list(chain.from_iterable(self._hooks)) if any(self._hooks) else []
+    def _hooked_now(self) -> list[Any]:
+        """All hooks, in their order."""
+        return list(chain.from_iterable(map(dict.values, self._hooks))) if any(self._hooks) else []
 
     def unchanged(self) -> bool:
         """Whether the model still consists of the same modules with the same attributes and hooks."""
-        children = self._children_now()
-        if len(children) != len(self._children) or not all(map(operator.is_, children, self._children)):
+        if not _are(self._children, self._children_now()) or not _are(self._hooked, self._hooked_now()):
             return False
-        if self._sizes != list(map(len, self._tables)) or self._hook_keys != self._hook_keys_now():
+        if self._child_names != self._child_names_now() or self._sizes != list(map(len, self._tables)):
             return False
         return self._values.equal() and self._objects.identical() and self.contents.unchanged()
 
@@ -237,10 +240,7 @@ class _Attributes:
 
     def equal(self) -> bool:
         """Whether they have the same values."""
-        try:
-            return self._held == self._now()
-        except KeyError:  # one is gone
-            return False
+        return self.identical() or self._compare(same_value)
 
     def changed(self) -> list[str]:
         """The names of those that are not the same objects."""
@@ -253,11 +253,14 @@ class _Attributes:
 
     def identical(self) -> bool:
         """Whether they are the same objects."""
+        return self._compare(operator.is_)
+
+    def _compare(self, same: Callable[[Any, Any], bool]) -> bool:
         try:
             now = self._now()
-        except KeyError:
+        except KeyError:  # one is gone
             return False
-        return all(map(operator.is_, chain.from_iterable(now), chain.from_iterable(self._held)))
+        return all(map(same, chain.from_iterable(now), chain.from_iterable(self._held)))
 
 
 def _is_object(value: Any) -> bool:
@@ -283,7 +286,7 @@ class Watch:
         self._single = [(s.table, s.key) for s in sources.values() if id(s.table) not in whole]
         others = {id(table): table for table, _ in self._single}
         self._touched = Tables([*self._tables, *others.values()])
-        self._tensors = self._now()
+        self._tensors, self._names = self._now(), self._names_now()
         # State is written by the plan itself, and read anew each time.
         self._counted = [
             tensor
@@ -301,6 +304,9 @@ class Watch:
         now = list(chain.from_iterable(map(dict.values, self._tables)))
         return now + [table.get(key) for table, key in self._single]
 
+    def _names_now(self) -> list[str]:
+        return list(chain.from_iterable(self._tables))
+
     def unchanged(self) -> bool:
         """Whether the model still holds the same tensors, with the same versions and memory.
 
@@ -315,8 +321,7 @@ class Watch:
 
     def _holds_the_same(self) -> bool:
         """Whether tables that somebody has touched have the same tensors in them."""
-        now = self._now()
-        return len(now) == len(self._tensors) and all(map(operator.is_, now, self._tensors))
+        return _are(self._tensors, self._now()) and self._names == self._names_now()
 
     def as_they_were(self) -> bool:
         """Whether nobody has written the tensors, or given them other memory."""
@@ -328,7 +333,12 @@ class Watch:
 
     def fits(self) -> bool:
         """Whether what the model holds now has the shapes, dtypes and devices the plan was made for."""
-        return self._looks == _looks(self._now())
+        return self._looks == _looks(self._now()) and self._names == self._names_now()
+
+
+def _are(held: list[Any], now: list[Any]) -> bool:
+    """Whether these are the same objects in the same order."""
+    return len(held) == len(now) and all(map(operator.is_, held, now))
 
 
 def _looks(tensors: list[Any]) -> list[Any]:

@@ -3,6 +3,7 @@
 from torch_nimble.capture.callee import Callee
 from torch_nimble.capture.inference import (
     MODEL_LOCK,
+    WITH_FAST_PATHS,
     Adapter,
     AutocastState,
     Captured,
@@ -23,6 +24,7 @@ from torch_nimble.capture.isolation import (
 
 __all__ = [
     "MODEL_LOCK",
+    "WITH_FAST_PATHS",
     "Adapter",
     "Assigned",
     "AutocastState",

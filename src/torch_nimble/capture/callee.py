@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_nimble.contents import COUNTED, Contents
+from torch_nimble.contents import COUNTED, Contents, same_value
 from torch_nimble.errors import InputError, OptionError
 
 _PLAIN = (bool, int, float, complex, str)
@@ -71,8 +71,7 @@ class Callee:
             return True
         now = list(_reachable(self.target))
         is_same = len(now) == len(self.reached) and all(
-            value is known
-            or (isinstance(value, _PLAIN) and type(value) is type(known) and value == known)
+            value is known or (isinstance(value, _PLAIN) and same_value(value, known))
             for (_, value), (_, known) in zip(now, self.reached, strict=True)
         )
         return is_same and self._contents.unchanged()

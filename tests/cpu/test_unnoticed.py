@@ -1,0 +1,331 @@
+"""What might change results without anybody noticing: names, kinds, hooks, draws, masks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torch_nimble as nimble
+from cpu.helpers import assert_close
+
+X = torch.tensor([1.0, 2.0])
+COUNTS = torch.arange(3)
+
+
+class Function(nn.Module):
+    """A function of the module and its input, and what the module holds."""
+
+    def __init__(self, function: Callable[..., Any], **held: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, value in held.items():
+            setattr(self, name, value)
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(self, *args)
+
+
+def exchange(table: dict[str, Any], one: str, other: str) -> None:
+    """So that values stand where they stood, under each other's name."""
+    first, second = table.pop(one), table.pop(other)
+    table[other] = first
+    table[one] = second
+
+
+def with_buffers(function: Callable[..., Any], **held: Tensor) -> Function:
+    model = Function(function)
+    for name, tensor in held.items():
+        model.register_buffer(name, tensor)
+    return model
+
+
+def parameter(value: float) -> nn.Parameter:
+    return nn.Parameter(torch.full((2,), value))
+
+
+class Settings:
+    scale = 1.0
+
+
+def changed(model: Function, name: str, value: Any) -> None:
+    setattr(model, name, value)
+
+
+CHANGES: dict[str, tuple[Callable[[], Function], Callable[[Any], object], Tensor]] = {
+    "modules that exchange names": (
+        lambda: Function(lambda m, x: m.b(m.a(x)), a=nn.Softplus(), b=nn.Tanh()),
+        lambda m: exchange(m._modules, "a", "b"),
+        X,
+    ),
+    "modules of a dict that do": (
+        lambda: Function(
+            lambda m, x: m.d["b"](m.d["a"](x)), d=nn.ModuleDict({"a": nn.Softplus(), "b": nn.Tanh()})
+        ),
+        lambda m: exchange(m.d._modules, "a", "b"),
+        X,
+    ),
+    "parameters that do": (
+        lambda: Function(lambda m, x: x * m.p - m.q, p=parameter(3.0), q=parameter(5.0)),
+        lambda m: exchange(m._parameters, "p", "q"),
+        X,
+    ),
+    "buffers that do": (
+        lambda: with_buffers(lambda m, x: x * m.u - m.v, u=X * 3, v=X + 5),
+        lambda m: exchange(m._buffers, "u", "v"),
+        X,
+    ),
+    "an attribute instead of one of the class": (
+        lambda: Function(lambda m, x: x * m.settings.scale, settings=Settings()),
+        lambda m: setattr(m.settings, "scale", 5.0),
+        X,
+    ),
+    "a float instead of an int": (
+        lambda: Function(lambda m, x: x * m.k, k=2),
+        lambda m: changed(m, "k", 2.0),
+        COUNTS,
+    ),
+    "floats instead of ints in a tuple": (
+        lambda: Function(lambda m, x: x * m.k[0] * m.k[1], k=(2, 3)),
+        lambda m: changed(m, "k", (2.0, 3.0)),
+        COUNTS,
+    ),
+    "a float instead of an int in a list": (
+        lambda: Function(lambda m, x: x * m.k[0], k=[2]),
+        lambda m: m.k.__setitem__(0, 2.0),
+        COUNTS,
+    ),
+    "floats instead of ints in a set": (
+        lambda: Function(lambda m, x: x * sum(m.k), k={2, 3}),
+        lambda m: (m.k.clear(), m.k.update({2.0, 3.0})),
+        COUNTS,
+    ),
+    "another zero": (
+        lambda: Function(lambda m, x: 1 / (x * m.k), k=0.0),
+        lambda m: changed(m, "k", -0.0),
+        X,
+    ),
+    "a number deep in lists": (
+        lambda: Function(lambda m, x: x * m.k[0][0][0][0][0], k=[[[[[2.0]]]]]),
+        lambda m: m.k[0][0][0][0].__setitem__(0, 3.0),
+        X,
+    ),
+    "another hook in the place of one": (
+        lambda: hooked(nn.ReLU()),
+        lambda m: m._forward_hooks.update(dict.fromkeys(m._forward_hooks, times_seven)),
+        X,
+    ),
+    "the order of parameters": (
+        lambda: Function(
+            lambda m, x: sum((i + 1) * v for i, v in enumerate(m.p.values())) * x,
+            p=nn.ParameterDict({"a": X * 3, "b": X + 4}),
+        ),
+        lambda m: m.p.__setitem__("a", m.p.pop("a")),
+        X,
+    ),
+}
+
+
+def times_seven(module: nn.Module, args: Any, result: Tensor) -> Tensor:
+    return result * 7
+
+
+def hooked(module: Any) -> Any:
+    module.register_forward_hook(lambda module, args, result: result * 2)
+    return module
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_noticed(name: str) -> None:
+    make, change, x = CHANGES[name]
+    model = make()
+    with nimble.compile(model, (x,)) as fast, torch.no_grad():
+        before = fast(x)
+        assert torch.equal(before, model(x))
+        change(model)
+        expected, found = model(x), fast(x)
+        assert found.dtype is expected.dtype
+        assert not (torch.equal(expected, before) and expected.dtype is before.dtype)
+        assert torch.equal(found, expected)
+
+
+def test_a_number_that_a_function_has_bound_may_become_another_zero() -> None:
+    factor = 0.0
+
+    def function(x: Tensor) -> Tensor:
+        return 1 / (x * factor)
+
+    with nimble.compile(function, (X,)) as fast:
+        assert torch.equal(fast(X), function(X))
+        factor = -0.0
+        assert torch.equal(fast(X), function(X))
+
+
+@pytest.mark.filterwarnings("ignore::torch_nimble.NimbleWarning")
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda model, x: (x + torch.rand(2), F.dropout(x))[0],
+        lambda model, x: (torch.rand(3), x * 2)[1],
+    ],
+)
+def test_numbers_that_are_drawn_for_nothing_are_drawn(function: Callable[..., Tensor]) -> None:
+    model = Function(function).train()
+    drawn = []
+    with nimble.compile(model, (X,)) as fast:
+        for call in (model, fast):
+            torch.manual_seed(0)
+            drawn.append([call(X), call(X), torch.rand(4)])
+        assert "no plan agrees" in fast.explain().fallbacks[0].reason
+    assert all(map(torch.equal, *drawn))
+
+
+@pytest.mark.parametrize("view", [torch.conj, lambda z: z.conj().imag])
+def test_writes_to_an_input_that_is_a_view_by_name_only_are_seen(
+    view: Callable[[Tensor], Tensor],
+) -> None:
+    model = Function(lambda model, x: x.mul_(2))
+    example = view(torch.ones(2, dtype=torch.complex64)).clone()
+    with nimble.compile(model, (example,)) as fast:
+        for call in (model, fast):
+            z = torch.tensor([1 + 2j, 3 - 4j])
+            call(view(z))
+            assert not torch.equal(z, torch.tensor([1 + 2j, 3 - 4j]))
+            if call is model:
+                expected = z
+        assert torch.equal(z, expected)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+class TestMasks:
+    """Transformer layers of torch's leave zeros behind a mask's end, unless somebody looks."""
+
+    @pytest.fixture
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        return nn.TransformerEncoder(layer, 2).eval()
+
+    @pytest.fixture
+    def mask(self) -> Tensor:
+        mask = torch.zeros(3, 5, dtype=torch.bool)
+        mask[0, 3:] = True
+        return mask
+
+    def test_results_are_those_without_anybody_looking(self, model: nn.Module, mask: Tensor) -> None:
+        x = torch.randn(3, 5, 8)
+        with torch.no_grad():
+            expected = model(x, src_key_padding_mask=mask)
+        assert not expected[0, 3:].any()
+        with nimble.compile(model) as fast:
+            with pytest.warns(nimble.NimbleWarning, match="set_fastpath_enabled"):
+                assert_close(fast(x, src_key_padding_mask=mask), expected)
+            (fallback,) = fast.explain().fallbacks
+            assert "no plan agrees" in fallback.reason
+
+    def test_a_plan_computes_what_eager_does_without_its_fast_path(
+        self, model: nn.Module, mask: Tensor
+    ) -> None:
+        x = torch.randn(3, 5, 8)
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            with torch.no_grad(), nimble.compile(model) as fast:
+                found = fast(x, src_key_padding_mask=mask)
+                assert_close(found, model(x, src_key_padding_mask=mask))
+                assert found[0, 3:].any()
+                assert not fast.explain().fallbacks
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+
+    def test_without_a_mask_there_is_a_plan(self, model: nn.Module) -> None:
+        x = torch.randn(3, 5, 8)
+        with torch.no_grad(), nimble.compile(model) as fast:
+            assert_close(fast(x), model(x))
+            assert not fast.explain().fallbacks
+
+
+# -------------------------------------------------------------------- results
+
+
+class Dict(dict[str, Any]):
+    """May have attributes."""
+
+
+class List(list[Any]):
+    """May have attributes, too."""
+
+
+@dataclass
+class Doubled:
+    one: Tensor
+
+    def __post_init__(self) -> None:
+        self.two = self.one * 2
+
+
+class Pair(tuple[Tensor, Tensor]):
+    """Is made of two values, not of a sequence."""
+
+    def __new__(cls, one: Tensor, other: Tensor) -> Pair:
+        return super().__new__(cls, (one, other))
+
+
+class Nothing(NamedTuple):
+    """A tuple with no fields."""
+
+
+class Named(NamedTuple):
+    one: Tensor
+    number: int = 3
+
+
+def with_attribute(made: Any, x: Tensor) -> Any:
+    made.loss = x * 3
+    return made
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        pytest.param(lambda x: (x * i for i in (1, 2)), "generator", id="generator"),
+        pytest.param(lambda x: zip((x,), (x,), strict=True), "zip", id="zip"),
+        pytest.param(lambda x: iter([x]), "iterator", id="iterator"),
+        pytest.param(lambda x: (x * 2, lambda y: y + x), "function", id="function"),
+        pytest.param(lambda x: (x * 2).add, "builtin", id="method"),
+        pytest.param(lambda x: functools.partial(torch.add, x), "partial", id="partial"),
+        pytest.param(lambda x: with_attribute(Dict(a=x), x), "'loss'", id="dict with more"),
+        pytest.param(lambda x: with_attribute(List([x]), x), "'loss'", id="list with more"),
+        pytest.param(lambda x: Doubled(x), "'two'", id="dataclass with more"),
+    ],
+)
+def test_a_result_that_a_plan_could_not_make_is_refused(
+    function: Callable[[Tensor], Any], reason: str
+) -> None:
+    with pytest.raises(nimble.CaptureError, match=reason):
+        nimble.compile(Function(lambda model, x: function(x)), (X,))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: Dict(a=x * 2),
+        lambda x: List([x * 2]),
+        lambda x: Pair(x * 2, x),
+        lambda x: (Nothing(), x * 2),
+        lambda x: Named(x * 2),
+        lambda x: x.max(0),
+        lambda x: (x.shape, x * 2),
+    ],
+)
+def test_other_results_are_of_the_kind_that_they_were(function: Callable[[Tensor], Any]) -> None:
+    with nimble.compile(Function(lambda model, x: function(x)), (X,)) as fast:
+        for x in (X, X + 1):
+            found, expected = fast(x), function(x)
+            assert type(found) is type(expected)
+            assert str(found) == str(expected)
