@@ -5,7 +5,7 @@
 Each text is padded to the next of these lengths, and the attention mask says what is padding. Expect a
 line for each text with its length and that of its plan, and no more plans than lengths. The model is a
 small BERT with random weights, so nothing is downloaded. It needs transformers:
-pip install "torch-nimble[zoo]".
+pip install transformers.
 """
 
 import argparse

@@ -226,7 +226,7 @@ def bench(
         out,
         measures=command.names(measure),
         against=command.names(against),
-        device=device or runner.device_here(),
+        device=device or runner.device_here(command.names(suite)),
         rounds=rounds,
         signatures=signatures,
         parallel=parallel,

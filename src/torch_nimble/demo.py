@@ -11,10 +11,10 @@ from rich.console import Console
 
 from torch_nimble import zoo
 from torch_nimble.api import compile
-from torch_nimble.errors import OptionError
 from torch_nimble.execute.check import TOLERANCE, tf32_tolerance, worst_error
 from torch_nimble.execute.measure import Timing, race
 from torch_nimble.explain import Explanation
+from torch_nimble.targets import device_of
 from torch_nimble.tree import flatten_inputs, flatten_output, unflatten_inputs
 
 
@@ -58,9 +58,7 @@ class DemoAccount:
 
 def run_demo(name: str, rounds: int, console: Console, device: str | None = None) -> DemoAccount:
     """Load, plan, prepare, check on fresh inputs, time both interleaved, and tell."""
-    home = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if home.type == "cuda" and not torch.cuda.is_available():
-        raise OptionError("--device cuda needs a GPU that this torch can use, and there is none")
+    home = device_of(device)
     with console.status("loading the network") as status:
         network = zoo.load(name)
         model = network.model.to(home)

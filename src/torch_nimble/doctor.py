@@ -16,11 +16,11 @@ from torch_nimble.options import disabled_by_environment
 
 _REQUIRED = ("torch", "numpy", "rich", "typer")
 _OPTIONAL = {
-    "torchvision": "most image networks of the zoo: pip install 'torch-nimble[zoo]'",
-    "timm": "more vision models: pip install 'torch-nimble[zoo]'",
-    "transformers": "BERT, GPT-2 and ViT in the zoo: pip install 'torch-nimble[zoo]'",
-    "onnxruntime": "a peer of `torch-nimble bench` on CPUs: pip install 'torch-nimble[bench]'",
-    "jax": "a peer of `torch-nimble bench`: XLA",
+    "torchvision": "most image networks of the zoo: pip install torchvision",
+    "timm": "more vision models: pip install timm",
+    "transformers": "BERT, GPT-2 and ViT in the zoo: pip install transformers",
+    "onnxruntime": "a peer of `torch-nimble bench` on CPUs: pip install onnxruntime onnx onnxscript",
+    "jax": "a peer of `torch-nimble bench`, XLA: pip install jax",
 }
 
 

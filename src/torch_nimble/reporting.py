@@ -13,7 +13,7 @@ from torch_nimble.errors import OptionError
 from torch_nimble.planning import make_plan
 from torch_nimble.report import Race, Report, Times, save_page, save_trace
 from torch_nimble.report.contents import report_of_plan
-from torch_nimble.targets import is_graph_file, load_target
+from torch_nimble.targets import device_of, is_graph_file, load_target
 
 _ROUNDS = 9
 
@@ -80,9 +80,7 @@ def _of_model(wanted: Wanted, console: Console) -> Report:
         from torch_nimble.demo import raced
         from torch_nimble.tree import flatten_inputs, unflatten_inputs
 
-        home = torch.device(wanted.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        if home.type == "cuda" and not torch.cuda.is_available():
-            raise OptionError("--device cuda needs a GPU that this torch can use, and there is none")
+        home = device_of(wanted.device)
         found = load_target(wanted.target, wanted.inputs, wanted.dtype)
         model = found.model.to(home) if isinstance(found.model, torch.nn.Module) else found.model
         tensors, structure = flatten_inputs(found.args, found.kwargs)

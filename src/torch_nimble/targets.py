@@ -69,6 +69,22 @@ def load_target(
     return found if dtype is None else _converted(found, dtype)
 
 
+def device_of(name: str | None) -> torch.device:
+    """What `--device` names; without it a GPU if there is one that this torch can use."""
+    import torch
+
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name or here)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cuda", "cpu"):
+        raise OptionError(f"--device {name!r} is not known; there are cuda and cpu")
+    if device.type == "cuda" and here != "cuda":
+        raise OptionError("--device cuda needs a GPU that this torch can use, and there is none")
+    return device
+
+
 def make_inputs(specs: Sequence[str], seed: int = 0) -> tuple[torch.Tensor, ...]:
     """Random tensors for shapes such as `1x3x224x224` or `1x128:int64`."""
     import torch
@@ -77,11 +93,16 @@ def make_inputs(specs: Sequence[str], seed: int = 0) -> tuple[torch.Tensor, ...]
     made = []
     for spec in specs:
         match = _INPUT.fullmatch(spec)
-        dtype = getattr(torch, (match["dtype"] if match else None) or "float32", None)
-        if match is None or not isinstance(dtype, torch.dtype):
+        if match is None:
             raise OptionError(
                 f"--input {spec!r} is not a shape; write sizes with 'x' between them and, if it is "
                 "not float32, a dtype, for example 1x3x224x224 or 1x128:int64"
+            )
+        dtype = getattr(torch, match["dtype"] or "float32", None)
+        if not isinstance(dtype, torch.dtype):
+            raise OptionError(
+                f"--input {spec!r} has the dtype {match['dtype']!r}, which torch does not know; there "
+                "are float32, float16, bfloat16, float64, int64, int32, bool and others"
             )
         shape = [] if match["shape"] == "scalar" else [int(n) for n in match["shape"].split("x")]
         if dtype.is_floating_point or dtype.is_complex:

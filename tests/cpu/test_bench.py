@@ -31,6 +31,7 @@ from torch_nimble import zoo
 from torch_nimble.bench import (
     command,
     gpu,
+    grids,
     processes,
     record,
     runner,
@@ -340,6 +341,7 @@ def test_what_is_not_known_is_named(tmp_path: Path) -> None:
         ([Case("resnet5")], {}, "no network is called"),
         ([Case(SMALL)], {}, "needs example inputs"),
         ([replace(CASE, inputs=("3 by 4",))], {}, "is not a shape"),
+        ([replace(CASE, inputs=("3x4:float99",))], {}, "dtype 'float99', which torch does not know"),
         ([replace(CASE, batch=2)], {}, "leave --batch"),
         ([CASE], {"signatures": 2}, "leave --batch"),
         ([CASE], {"against": ["cudagraph"]}, "cannot be measured on cpu"),
@@ -846,3 +848,25 @@ def test_readings_must_be_sentences(tmp_path: Path) -> None:
     file.write_text("[]")
     with pytest.raises(InputError, match="to sentences"):
         command.readings_of(tmp_path)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_suites_for_gpus_are_not_begun_on_a_cpu_by_themselves() -> None:
+    for suite in suites.FOR_GPUS:
+        with pytest.raises(OptionError, match=f"--suite {suite} is for a GPU.*--device cpu"):
+            runner.device_here(["quick", suite])
+    assert runner.device_here(["quick", "cpu"]) == "cpu"
+
+
+def test_a_row_is_compared_with_the_best_mode_that_is_right() -> None:
+    systems = {
+        "eager": {"interval_us": 50.0},
+        "compile": {"interval_us": 12.0},
+        "reduce-overhead": {"interval_us": 8.0, "error": "broken"},
+        "nimble": {"interval_us": 4.0},
+    }
+    about = {"measure": "speed", "target": "a", "dtype": "fp16", "batch": 1, "load": False}
+    rest: Json = {"machine": {}, "versions": {}, "settings": {}, "systems": systems}
+    grid = grids.intervals([{**about, **rest}])
+    assert grid.header[-1] == "vs best compile"
+    assert grid.rows[0][-1].text == "3.00×"

@@ -10,6 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from torch_nimble.cli import app
+from torch_nimble.errors import OptionError
 
 RUN = [sys.executable, "-m", "torch_nimble"]
 
@@ -112,3 +116,11 @@ def test_the_log_is_silent_until_somebody_listens() -> None:
     assert "torch_nimble:capture took" in done.stderr
     assert "chose 'serial'" in done.stderr
     assert not done.stdout
+
+
+@pytest.mark.parametrize("command", [["demo"], ["report", "resnet50"]])
+@pytest.mark.parametrize("device", ["tpu", "meta", "nonsense:3"])
+def test_a_device_that_there_is_not_is_an_error_of_one_line(command: list[str], device: str) -> None:
+    result = CliRunner().invoke(app, [*command, "--device", device])
+    assert isinstance(result.exception, OptionError)
+    assert f"--device '{device}' is not known; there are cuda and cpu" in str(result.exception)

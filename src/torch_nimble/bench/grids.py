@@ -86,8 +86,12 @@ def training(entries: Sequence[Json]) -> Grid:
 
 
 def step_memory(entries: Sequence[Json]) -> Grid:
-    """MiB, every system: what torch reserves for steps, and has in use at most while preparing."""
-    kinds = (("steps", "running.reserved"), ("preparing", "peak.allocated"))
+    """MiB, every system: reserved for steps; the most in use and reserved while preparing."""
+    kinds = (
+        ("steps", "running.reserved"),
+        ("preparing, in use", "peak.allocated"),
+        ("preparing, reserved", "peak.reserved"),
+    )
     systems = measured(entries)
     columns: list[Column] = [
         (f"{called(name)}, {what}", at(f"{name}.memory.{field}", scale=2**-20))
@@ -220,10 +224,24 @@ def limits(entries: Sequence[Json]) -> Grid:
 
 
 def intervals(entries: Sequence[Json]) -> Grid:
-    """µs a call in a row of calls that nobody waits for, every system."""
+    """µs a call in a row of calls that nobody waits for, every system; ours against the best mode."""
     known = _having(entries, "interval_us")
     systems = _systems_with(known, "interval_us")
-    return grid_of(known, [(called(name), judged(name, at(f"{name}.interval_us"))) for name in systems])
+    columns: list[Column] = [(called(n), judged(n, at(f"{n}.interval_us"))) for n in systems]
+
+    def against(entry: Json) -> Cell:
+        us = {name: _interval(entry, name) for name in (OURS, *COMPILED)}
+        best = min((us[name] for name in COMPILED), default=math.inf)
+        return number(best / us[OURS], ".2f", "×") if max(best, us[OURS]) < math.inf else NOTHING
+
+    return grid_of(known, [*columns, ("vs best compile", against)])
+
+
+def _interval(entry: Json, system: str) -> float:
+    """That of a system whose results are right, infinite for others."""
+    notes = notes_of(entry, system)
+    is_right = has_number(notes, "interval_us") and not (notes.get("error") or faults_of(entry, system))
+    return float(notes["interval_us"]) if is_right else math.inf
 
 
 def costs(entries: Sequence[Json]) -> Grid:
@@ -242,11 +260,12 @@ def costs(entries: Sequence[Json]) -> Grid:
 
 
 def memory(entries: Sequence[Json]) -> Grid:
-    """MiB: the most that torch had in use while a system was made ready, and reserved in calls then.
-
-    What it had reserved meanwhile for several plans that were tried says little: it is given back.
-    """
-    kinds = (("in use", "peak.allocated"), ("reserved", "running.reserved"))
+    """MiB: the most in use and reserved while a system was made ready, and reserved in calls then."""
+    kinds = (
+        ("preparing, in use", "peak.allocated"),
+        ("preparing, reserved", "peak.reserved"),
+        ("calls, reserved", "running.reserved"),
+    )
     columns: list[Column] = [("signatures", lambda e: word(str(e["settings"]["signatures"])))]
     columns += [
         (f"{called(name)}, {what}", at(f"{name}.memory.{field}", scale=2**-20))

@@ -40,7 +40,7 @@ from torch_nimble.bench.record import (
     plain,
 )
 from torch_nimble.bench.subject import Part
-from torch_nimble.bench.suites import LONGEST, Case
+from torch_nimble.bench.suites import FOR_GPUS, LONGEST, Case
 from torch_nimble.bench.systems import BY_NAME
 from torch_nimble.bench.training import STEPS
 from torch_nimble.bench.turns import Turns
@@ -223,9 +223,17 @@ def _is_long(case: Case) -> bool:
     return case.target in LONGEST and case.batch == 1 and not case.load
 
 
-def device_here() -> str:
-    """A GPU if this torch can use one."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def device_here(suites: Sequence[str] = ()) -> str:
+    """A GPU if this torch can use one; OptionError if there is none and a suite is for GPUs."""
+    if torch.cuda.is_available():
+        return "cuda"
+    for name in suites:
+        if name in FOR_GPUS:
+            raise OptionError(
+                f"--suite {name} is for a GPU, and there is none that this torch can use; with "
+                "--device cpu it is measured on the CPU, which may take hours"
+            )
+    return "cpu"
 
 
 def _check(wanted: Wanted) -> None:

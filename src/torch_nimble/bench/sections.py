@@ -126,8 +126,8 @@ def sections_of(entries: Sequence[Json], readings: Mapping[str, str]) -> list[Se
             "step-memory",
             "Memory of training steps",
             "MiB, each system in a process of its own: what torch reserves for steps (weights, "
-            "gradients, the optimizer's state, what forward keeps), and the most it had in use while "
-            "the step was made ready.",
+            "gradients, the optimizer's state, what forward keeps), and the most it had in use and "
+            "reserved while the step was made ready.",
             grids=(grids.step_memory(of(kept, "train-memory")),),
         ),
         Section(
@@ -156,9 +156,9 @@ def sections_of(entries: Sequence[Json], readings: Mapping[str, str]) -> list[Se
         Section(
             "intervals",
             "Calls that nobody waits for",
-            "µs a call in a row of calls that nobody waits for, each launched as soon as the host can: "
-            "the host's time or the device's, whichever is longer.",
-            grids=(grids.intervals(of(gpu, "speed")),),
+            "µs a call, or a training step, in a row that nobody waits for, each launched as soon as "
+            "the host can: the host's time or the device's, whichever is longer.",
+            grids=(grids.intervals(of(gpu, "speed")), grids.intervals(of(gpu, "train"))),
         ),
         Section(
             "cost",
@@ -170,8 +170,8 @@ def sections_of(entries: Sequence[Json], readings: Mapping[str, str]) -> list[Se
         Section(
             "memory",
             "Memory",
-            "MiB, each system in a process of its own: the most that torch had in use while it was made "
-            "ready for that many batch sizes, and what is reserved from then on.",
+            "MiB, each system in a process of its own: the most that torch had in use and reserved "
+            "while it was made ready for that many batch sizes, and what is reserved from then on.",
             grids=(grids.memory(of(kept, "memory")),),
         ),
         Section(

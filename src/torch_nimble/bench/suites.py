@@ -84,6 +84,7 @@ def _extra(target: str, dtype: str) -> tuple[str, ...]:
     return tuned + (("xla",) if target in _XLA else ())
 
 
+FOR_GPUS = ("paper", "modern", "batch", "training")
 SUITES: dict[str, tuple[Case, ...]] = {
     "quick": (Case("mobilenet-v2", "fp16"), Case("googlenet", "fp16")),
     "paper": tuple(

@@ -39,12 +39,13 @@ _BY_MEASURE = (
     ("speed", "p50 of the whole call in µs", grids.headline),
     ("train", "p50 of a training step in µs", grids.training),
     ("cost", "Seconds to the first answer, caches cold and warm; peak of reserved memory", grids.costs),
-    ("memory", "MiB: the most in use while preparing; reserved from then on", grids.memory),
-    ("train-memory", "MiB: reserved for steps; most in use while preparing", grids.step_memory),
+    ("memory", "MiB: most in use and reserved while preparing; reserved then", grids.memory),
+    ("train-memory", "MiB: reserved for steps; most in use and reserved before", grids.step_memory),
     ("plan", "A saved plan in a fresh process against one stream", grids.plans),
     ("call", "The host's part of a call", grids.calls),
 )
 """What the terminal shows of each measure, and under which title."""
+_IN_ROUNDS = ("speed", "train", "plan", "call")
 
 
 def markdown(entries: Iterable[Json], readings: Mapping[str, str]) -> dict[str, str]:
@@ -52,9 +53,10 @@ def markdown(entries: Iterable[Json], readings: Mapping[str, str]) -> dict[str, 
 
     `gpu table` and `cpu table`: the headline; `gpu streams`: several streams against one; `gpu idle`:
     how long the GPU is idle; `gpu batch`: by batch size, and under load; `gpu training` and `gpu step
-    memory`; `gpu cost`, `gpu memory`, `gpu plans` and `gpu calls`: what else was measured; `gpu slower`:
-    every result in which a peer is faster; `gpu agreement`: how far repeated runs are apart; `gpu
-    failures`: everything that was not measured as asked.
+    memory`; `gpu in a row` and `gpu training in a row`: when nobody waits; `gpu cost`, `gpu memory`,
+    `gpu plans` and `gpu calls`: what else was measured; `gpu slower`: every result in which a peer is
+    faster; `gpu agreement`: how far repeated runs are apart; `gpu failures`: everything that was not
+    measured as asked.
     """
     kept = newest(entries := list(entries))
     gpu = on_one_gpu(kept)
@@ -64,13 +66,15 @@ def markdown(entries: Iterable[Json], readings: Mapping[str, str]) -> dict[str, 
     cpu = [e for e in of(kept, "speed") if place_of(e)[0] == "cpu"]
     plain = of(gpu, "speed", plain=True)
     branching, sizes = streamed(gpu, BRANCHING), batched(gpu)
-    none_slower = "Ours is slower than no other system in any result of this record."
+    none_slower = "On the GPU no other system took less than ours in any result of this record."
     pieces = {
         "gpu table": _under_conditions(grids.headline(plain), plain),
         "gpu streams": _under_conditions(grids.streams(branching), branching),
         "gpu idle": _under_conditions(grids.idle(plain), plain),
         "gpu batch": _under_conditions(grids.batches(sizes), sizes),
         "gpu training": _under_conditions(grids.training(steps), steps),
+        "gpu in a row": _under_conditions(grids.intervals(plain), plain),
+        "gpu training in a row": _under_conditions(grids.intervals(steps), steps),
         "gpu step memory": _measured("train-memory", gpu),
         "gpu cost": _measured("cost", gpu),
         "gpu memory": _measured("memory", gpu),
@@ -184,7 +188,9 @@ def _machine(entry: Json) -> str:
         ),
         _tf32(settings),
         f"{settings['threads']} threads" if settings.get("threads") else None,
-        f"{settings['rounds']} interleaved rounds" if settings.get("rounds") else None,
+        f"{settings['rounds']} interleaved rounds"
+        if settings.get("rounds") and entry["measure"] in _IN_ROUNDS
+        else None,
     ]
     return ", ".join(str(fact) for fact in facts if fact)
 

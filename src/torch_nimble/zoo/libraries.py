@@ -20,20 +20,20 @@ from torch import nn
 
 from torch_nimble.errors import MissingDependencyError
 
-_INSTALL = 'pip install "torch-nimble[zoo]"'
 _ABSENT_OPERATOR = "operator torchvision::nms does not exist"
 # The declarations vanish with this object, so it lives as long as the process.
 _declarations: list[torch.library.Library] = []
 
 
 def _import_library(name: str) -> ModuleType:
+    library = name.split(".")[0]
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] != name.split(".")[0]:
+        if error.name is None or error.name.split(".")[0] != library:
             raise
         raise MissingDependencyError(
-            f"this network comes from {name.split('.')[0]}, which is not installed: {_INSTALL}"
+            f"this network comes from {library}, which is not installed: pip install {library}"
         ) from error
 
 
