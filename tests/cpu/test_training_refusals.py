@@ -527,3 +527,16 @@ def test_the_model_stays_ordinary() -> None:
     assert all(p.requires_grad and p.is_leaf for p in model.parameters())
     next_token(model, *text()).backward()
     assert model.embedding.weight.grad is not None
+
+
+@pytest.mark.filterwarnings("ignore::torch_nimble.NimbleWarning")
+@pytest.mark.parametrize("make", [torch.optim.SparseAdam, torch.optim.Adagrad])
+def test_sparse_gradients_for_an_optimizer_of_ones_own_are_refused(make: Any) -> None:
+    model = nn.Embedding(5, 3, sparse=True)
+    before = snapshot(model)
+    step = nimble.compile_step(
+        lambda model, tokens: model(tokens).square().sum(), model, make(list(model.parameters()))
+    )
+    with pytest.raises(nimble.CaptureError, match=r"Embedding with sparse=True.*use sparse=False"):
+        step(torch.tensor([1, 2]))
+    assert_equal(snapshot(model), before)

@@ -204,6 +204,8 @@ class StepAdapter:
         self._refuse_gradients(dict(zip(others, found[len(leaves) :], strict=True)))
         gradients = {n: g for n, g in zip(leaves, found, strict=False) if g is not None}
         self.updated = frozenset(gradients)
+        if step.keeps_gradients or not self.updates:
+            _refuse_sparse(step.model)
         new = {f"model.{name}": value for name, value in buffers.items()}
         with torch.no_grad():
             if self._phase not in ("", "first batch"):
@@ -445,3 +447,14 @@ def clipped(gradients: Tensors, norm: torch.Tensor, most: float) -> dict[str, to
 
 def _all_finite(gradients: Tensors) -> torch.Tensor:
     return torch.stack([torch.isfinite(gradient).all() for gradient in gradients.values()]).all()
+
+
+def _refuse_sparse(model: nn.Module) -> None:
+    """CaptureError for gradients that cannot be kept as the parameters lie."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise CaptureError(
+                f"{name or 'the model'} is an {type(module).__name__} with sparse=True, whose gradient "
+                "cannot be kept for this optimizer, for keep_grads or for further batches; use "
+                "sparse=False, or SGD without these"
+            )
