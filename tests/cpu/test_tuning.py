@@ -502,7 +502,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     with_cache = mock.Mock(L2_cache_size=CACHE)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: with_cache)
-    monkeypatch.setattr("torch_nimble.devices.cuda.Room", mock.Mock())
+    monkeypatch.setattr("torch_nimble.devices.cuda.Room", mock.MagicMock())
+    monkeypatch.setattr("torch_nimble.devices.cuda.free_workspaces", lambda: None)
     monkeypatch.setattr(inductor, "unsupported", lambda: None)
     made = CudaDevice(torch.device("cuda", 0))
     made.device = CPU
