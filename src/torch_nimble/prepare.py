@@ -19,13 +19,13 @@ import torch
 from torch import fx
 
 from torch_nimble.capture import (
-    WITH_FAST_PATHS,
     Captured,
     ParametersUnwritten,
     Traceable,
     attributes_kept,
     examples,
     generators_kept,
+    has_fast_paths,
     values_kept,
 )
 from torch_nimble.collecting import no_garbage_collection
@@ -90,9 +90,9 @@ class MismatchError(RefusedError):
         self.has_own_kernels = has_own_kernels
         """Whether all candidates had kernels of ours in them."""
         if has_fast_paths:
-            self.remedy = (
-                "torch's transformer layers leave zeros behind the end of a mask in eager; call "
-                "torch.backends.mha.set_fastpath_enabled(False) first, and they compute what a plan does"
+            self.remedy += (
+                "; where a mask says that there is padding, torch's transformer layers leave zeros in "
+                "eager: with torch.backends.mha.set_fastpath_enabled(False) they do as a plan does"
             )
 
 
@@ -173,7 +173,7 @@ def _prepare(
             raise MismatchError(
                 "no plan agrees with eager",
                 has_own_kernels=has_own_kernels,
-                has_fast_paths=_has_fast_paths(adapter),
+                has_fast_paths=not adapter.trains and has_fast_paths(adapter.callee.watched),
             )
         chosen = fastest(timings, {e.name: e.plan.streams for e in right}, device.tie)
         winner = next(e for e in right if e.name == chosen)
@@ -198,11 +198,6 @@ def _prepare(
         stages_s=dict(stages.seconds),
         memory_bytes=winner.memory_bytes,
     )
-
-
-def _has_fast_paths(adapter: Traceable) -> bool:
-    every = (m for root in adapter.callee.watched for m in root.modules())
-    return not adapter.trains and any(isinstance(module, WITH_FAST_PATHS) for module in every)
 
 
 def roundings_of(captured: Captured, device: Device) -> dict[str, float]:

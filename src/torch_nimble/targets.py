@@ -77,8 +77,8 @@ def device_of(name: str | None) -> torch.device:
     try:
         device = torch.device(name or here)
     except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in ("cuda", "cpu"):
+        device = None
+    if device is None or device.type not in ("cuda", "cpu"):
         raise OptionError(f"--device {name!r} is not known; there are cuda and cpu")
     if device.type == "cuda" and here != "cuda":
         raise OptionError("--device cuda needs a GPU that this torch can use, and there is none")

@@ -79,7 +79,7 @@ def flatten_inputs(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[to
     tensors: list[torch.Tensor] = []
     names = argument_names(Node(tuple, (len(args), *kwargs), ()))
     children = tuple(
-        _flatten(value, tensors, name, _refuse) for name, value in zip(names, values, strict=True)
+        _flatten(value, tensors, name, _INPUTS) for name, value in zip(names, values, strict=True)
     )
     return tensors, Node(tuple, (len(args), *kwargs), children)
 
@@ -101,7 +101,7 @@ def unflatten_inputs(structure: Node, tensors: Sequence[Any]) -> tuple[list[Any]
 def flatten_output(value: Any) -> tuple[list[torch.Tensor], Structure]:
     """Tensors of a result in order, and its structure. Any object is taken apart by its attributes."""
     tensors: list[torch.Tensor] = []
-    return tensors, _flatten(value, tensors, "output", _take_apart)
+    return tensors, _flatten(value, tensors, "output", _OUTPUTS)
 
 
 def unflatten_output(structure: Structure, tensors: Sequence[Any]) -> Any:
@@ -137,10 +137,21 @@ def _collect_paths(structure: Structure, path: str, places: list[str]) -> None:
             _collect_paths(child, f"{path}[{label!r}]", places)
 
 
-Unknown = Callable[[Any, list[torch.Tensor], str], Structure]
+@dataclass(frozen=True)
+class _Side:
+    """How what is no plain container is met, among inputs or in a result."""
+
+    unknown: Callable[[Any, list[torch.Tensor], str], Structure]
+    """Makes a structure of an object of another kind, or refuses it."""
+    more: Callable[[Any, Sequence[str], str], None]
+    """Is shown each container, with the names of those of its attributes that are known."""
 
 
-def _flatten(value: Any, tensors: list[torch.Tensor], path: str, unknown: Unknown) -> Structure:
+def _fields(kind: type) -> tuple[str, ...]:
+    return tuple(f.name for f in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else ()
+
+
+def _flatten(value: Any, tensors: list[torch.Tensor], path: str, side: _Side) -> Structure:
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return _LEAF
@@ -150,26 +161,23 @@ def _flatten(value: Any, tensors: list[torch.Tensor], path: str, unknown: Unknow
     if isinstance(value, dict):
         # Hugging Face's outputs are dicts and dataclasses at once; as dicts they omit what is None.
         items = tuple(value.items())
-        children = tuple(_flatten(v, tensors, f"{path}[{k!r}]", unknown) for k, v in items)
-        if unknown is _take_apart and not dataclasses.is_dataclass(kind):
-            _refuse_more(value, (), path)
+        children = tuple(_flatten(v, tensors, f"{path}[{k!r}]", side) for k, v in items)
+        side.more(value, _fields(kind), path)
         factory = getattr(value, "default_factory", None)
         return Node(kind, tuple(k for k, _ in items), children, factory)
     if isinstance(value, tuple | list | collections.deque):
         names = getattr(value, "_fields", ())
-        children = tuple(_flatten(v, tensors, f"{path}[{i}]", unknown) for i, v in enumerate(value))
-        if unknown is _take_apart:
-            _refuse_more(value, (), path)
+        children = tuple(_flatten(v, tensors, f"{path}[{i}]", side) for i, v in enumerate(value))
+        side.more(value, (), path)
         return Node(kind, tuple(names), children)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = tuple(f.name for f in dataclasses.fields(value))
+        fields = _fields(kind)
         children = tuple(
-            _flatten(getattr(value, name), tensors, f"{path}.{name}", unknown) for name in fields
+            _flatten(getattr(value, name), tensors, f"{path}.{name}", side) for name in fields
         )
-        if unknown is _take_apart:
-            _refuse_more(value, fields, path)
+        side.more(value, fields, path)
         return Node(kind, fields, children)
-    return unknown(value, tensors, path)
+    return side.unknown(value, tensors, path)
 
 
 def _refuse(value: Any, tensors: list[torch.Tensor], path: str) -> Structure:
@@ -209,12 +217,14 @@ def _take_apart(value: Any, tensors: list[torch.Tensor], path: str) -> Structure
         )
     if not isinstance(attributes, dict) or isinstance(value, type | torch.nn.Module):
         return Static((type(value), f"{id(value):x}"), value)
-    children = tuple(
-        _flatten(v, tensors, f"{path}.{name}", _take_apart) for name, v in attributes.items()
-    )
+    children = tuple(_flatten(v, tensors, f"{path}.{name}", _OUTPUTS) for name, v in attributes.items())
     if len(tensors) == before:
         return Static((type(value), f"{id(value):x}"), value)
     return Opaque(type(value), tuple(attributes), children)
+
+
+_INPUTS = _Side(_refuse, lambda value, known, path: None)
+_OUTPUTS = _Side(_take_apart, _refuse_more)
 
 
 def _unflatten(structure: Structure, supply: Iterator[Any]) -> Any:

@@ -230,9 +230,8 @@ def intervals(entries: Sequence[Json]) -> Grid:
     columns: list[Column] = [(called(n), judged(n, at(f"{n}.interval_us"))) for n in systems]
 
     def against(entry: Json) -> Cell:
-        us = {name: _interval(entry, name) for name in (OURS, *COMPILED)}
-        best = min((us[name] for name in COMPILED), default=math.inf)
-        return number(best / us[OURS], ".2f", "×") if max(best, us[OURS]) < math.inf else NOTHING
+        ours, best = _interval(entry, OURS), min(_interval(entry, name) for name in COMPILED)
+        return number(best / ours, ".2f", "×") if max(ours, best) < math.inf else NOTHING
 
     return grid_of(known, [*columns, ("vs best compile", against)])
 

@@ -3,7 +3,6 @@
 from torch_nimble.capture.callee import Callee
 from torch_nimble.capture.inference import (
     MODEL_LOCK,
-    WITH_FAST_PATHS,
     Adapter,
     AutocastState,
     Captured,
@@ -11,6 +10,7 @@ from torch_nimble.capture.inference import (
     StandIn,
     Traceable,
     capture,
+    has_fast_paths,
 )
 from torch_nimble.capture.isolation import (
     Assigned,
@@ -24,7 +24,6 @@ from torch_nimble.capture.isolation import (
 
 __all__ = [
     "MODEL_LOCK",
-    "WITH_FAST_PATHS",
     "Adapter",
     "Assigned",
     "AutocastState",
@@ -39,5 +38,6 @@ __all__ = [
     "capture",
     "examples",
     "generators_kept",
+    "has_fast_paths",
     "values_kept",
 ]

@@ -14,7 +14,7 @@ import operator
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -267,15 +267,20 @@ class Adapter(nn.Module):
     @contextlib.contextmanager
     def _looking(self) -> Iterator[None]:
         """Look at what a call does; but only once at a model that gives other results meanwhile."""
-        if self._seen.was_looked_at and any(isinstance(m, WITH_FAST_PATHS) for m in self.modules()):
+        if self._seen.was_looked_at and has_fast_paths([self]):
             yield
         else:
             with ParametersKnown(self.callee, self.parameters()), DepthwiseByTorch():
                 yield
 
 
-WITH_FAST_PATHS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
-"""Where nobody looks, these take kernels that leave zeros behind a mask's end, which no trace shows."""
+def has_fast_paths(roots: Iterable[nn.Module]) -> bool:
+    """Whether there are layers of torch's that give other results where nobody looks.
+
+    They take kernels there that leave zeros behind the end of a mask, which no trace shows.
+    """
+    kinds = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+    return any(isinstance(module, kinds) for root in roots for module in root.modules())
 
 
 class _Seen:

@@ -39,8 +39,7 @@ TIE_OF_REPLAYS = 1.005
 # How much more memory than the plan on one stream a plan may take, the weights counted in, and what a
 # small network may take more in any case: for a call, and for a training step. So calls stay within 1.5
 # times what torch.compile's CUDA graphs take, and steps within 1.3 times what it takes without them.
-_SPARE, _ALWAYS_SPARE = 1.4, 64 << 20
-_SPARE_IN_TRAINING, _ALWAYS_SPARE_IN_TRAINING = 1.2, 32 << 20
+_SPARE, _SPARE_IN_TRAINING = (1.4, 64 << 20), (1.2, 32 << 20)
 
 
 class _TooLargeError(RefusedError):
@@ -246,9 +245,8 @@ def _allowed_bytes(trial: TrialRun, on_one_stream: int) -> float:
     """What a plan may take beside the weights, by what the one on one stream takes."""
     weights, gradients = _weights_bytes(trial), _gradients_bytes(trial)
     usual = weights + gradients + on_one_stream
-    if gradients:
-        return max(_SPARE_IN_TRAINING * usual, usual + _ALWAYS_SPARE_IN_TRAINING) - weights
-    return max(_SPARE * usual, usual + _ALWAYS_SPARE) - weights
+    factor, always = _SPARE_IN_TRAINING if gradients else _SPARE
+    return max(factor * usual, usual + always) - weights
 
 
 def _weights_bytes(trial: TrialRun) -> int:

@@ -38,7 +38,7 @@ from torch_nimble.lower.observe import draws_random
 from torch_nimble.training.callee import StepCallee
 from torch_nimble.training.rules import Rule
 from torch_nimble.training.scaling import Scaling
-from torch_nimble.training.state import CountsApartError, StepState
+from torch_nimble.training.state import CountsApartError, StepState, refuse_sparse
 from torch_nimble.tree import (
     Node,
     Structure,
@@ -205,7 +205,7 @@ class StepAdapter:
         gradients = {n: g for n, g in zip(leaves, found, strict=False) if g is not None}
         self.updated = frozenset(gradients)
         if step.keeps_gradients or not self.updates:
-            _refuse_sparse(step.model)
+            refuse_sparse(step.model)
         new = {f"model.{name}": value for name, value in buffers.items()}
         with torch.no_grad():
             if self._phase not in ("", "first batch"):
@@ -447,14 +447,3 @@ def clipped(gradients: Tensors, norm: torch.Tensor, most: float) -> dict[str, to
 
 def _all_finite(gradients: Tensors) -> torch.Tensor:
     return torch.stack([torch.isfinite(gradient).all() for gradient in gradients.values()]).all()
-
-
-def _refuse_sparse(model: nn.Module) -> None:
-    """CaptureError for gradients that cannot be kept as the parameters lie."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise CaptureError(
-                f"{name or 'the model'} is an {type(module).__name__} with sparse=True, whose gradient "
-                "cannot be kept for this optimizer, for keep_grads or for further batches; use "
-                "sparse=False, or SGD without these"
-            )
