@@ -46,6 +46,8 @@ _FAST, _FAST_OF_ROWS = 2, 3
 MOST_NUMBERS = 2**31
 """Kernels count in 32 bits."""
 _FEW_PIXELS = 4
+_ENOUGH_TILES = 64
+"""So many occupy half of the processors of a large GPU, and each reads the less the larger it is."""
 _MANY_TILES = 1024
 """With more the processors of a large GPU have several rounds of work, and larger ones pay."""
 _SMALLEST_SUM = 16
@@ -298,11 +300,16 @@ def _dense(site: Site) -> Iterator[str]:
     stages = 4 if taps * site.image[1] > 4 * summed else 3
     is_wide = site.made >= 192
     wide, at_most_64 = 64 if is_wide else 32, min(64, summed)
-    if pixels <= 14 * 14:
+    is_few = pixels <= 28 * 28
+    if is_few and site.kind in OF_ROWS and _tiles(pixels, site.made, 64) >= _ENOUGH_TILES:
+        first = [(64, 64, 64), (32, 32, summed), (16, 64, summed)]
+    elif is_few and taps > 1 and 64 < site.image[1] <= 128:
+        first = [(16, 32, 128), (16, 32, summed), (32, 32, summed)]
+    elif pixels <= 14 * 14:
         first = [(16, 32, summed), (16, 64 if is_wide else 16, summed), (32, 32, summed)]
-    elif pixels <= 28 * 28:
+    elif is_few:
         first = [(16, 32, summed), (64 if is_wide else 32, 32, summed), (32, wide, summed)]
-    elif -(-pixels // 64) * -(-site.made // wide) > _MANY_TILES:
+    elif _tiles(pixels, site.made, wide) > _MANY_TILES:
         first = [(64, wide, at_most_64), (128, 64, 32), (64, 32, at_most_64)]
     else:
         less = (64, 32, at_most_64) if is_wide else (32, 32, summed)
@@ -321,22 +328,24 @@ def _dense(site: Site) -> Iterator[str]:
     whole = [(*numbers, 1) for numbers in (*first, *rest)]
     cuts = [
         parts
-        for parts in (4, 8)
-        if taps * site.image[1] >= 256 * parts
-        and pixels <= 28 * 28
-        and parts * pixels * site.made < MOST_NUMBERS
+        for parts in (8, 4)
+        if taps * site.image[1] >= 256 * parts and is_few and parts * pixels * site.made < MOST_NUMBERS
     ]
     cut = [
-        (*numbers, parts) for parts in cuts for numbers in ((64, 64, 64), (32, 64, 64), (16, 64, 128))
+        (*numbers, parts) for numbers in ((64, 64, 64), (32, 64, 64), (16, 64, 128)) for parts in cuts
     ]
-    is_small = pixels <= 14 * 14
-    ordered = [*cut[:1], *whole[:is_small], *cut[1:2], *whole[is_small:], *cut[2:]]
+    tries_whole = pixels <= 14 * 14 and len(cuts) < 2
+    ordered = [*cut[:1], *whole[:tries_whole], *cut[1:2], *whole[tries_whole:], *cut[2:]]
     for a, b, c, parts in ordered:
         c = min(c, max(_SMALLEST_SUM, _power(site.image[1])))
         steps = taps * -(-site.image[1] // c)
         if -(-steps // -(-steps // parts)) < parts:  # the last would have nothing to do
             continue
         yield f"{family}/{a}/{b}/{c}/{8 if a * b >= 128 * 64 else 4}/{stages}/{parts}"
+
+
+def _tiles(pixels: int, made: int, wide: int) -> int:
+    return -(-pixels // 64) * -(-made // wide)
 
 
 def _power(number: int) -> int:
