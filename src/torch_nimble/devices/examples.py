@@ -104,8 +104,12 @@ class Example:
         made = self._summed_up(x, weight)
         if bias is not None:
             *factors, biases = bias.reshape(-1, self.site.made, 1, 1)
-            made = made * factors[0] + biases if factors else made + biases
-        return _ACTIVATIONS[self.site.after](made if added is None else made + added)
+            for factor in factors:
+                made.mul_(factor)
+            made.add_(biases)
+        if added is not None:
+            made.add_(added)
+        return _ACTIVATIONS[self.site.after](made)
 
     def _summed_up(self, x: Tensor, weight: Tensor) -> Tensor:
         if self.site.kind in OF_ROWS:

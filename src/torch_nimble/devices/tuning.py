@@ -35,6 +35,7 @@ from torch_nimble.devices import examples, replays
 from torch_nimble.devices.examples import Example
 from torch_nimble.devices.replays import Replayed, Replays
 from torch_nimble.errors import PlanError
+from torch_nimble.execute.cuda import free_workspaces
 from torch_nimble.execute.measure import alone
 from torch_nimble.kernels.operator import capability_of, compile_ahead, may_round
 from torch_nimble.kernels.sites import (
@@ -205,6 +206,7 @@ def _try_all(
     compiled()
     stage = Replays(device, swept)
     for site, tried in plans.items():
+        free_workspaces()  # of the site before; what else there is is smaller
         yield _try_one(Example(site, device, swept, _CALLS), tried, stage)
 
 
