@@ -1,9 +1,9 @@
 """Fit the numbers of a GPU's cost model to a record of benchmarks, and say how far off they are.
 
-    python benchmarks/calibrate.py benchmarks/results/h200.jsonl h200
+    python benchmarks/calibrate.py benchmarks/calibration/h200.jsonl h200
 
 Half of the networks that the record has with all their kernels' times, every other by name, are fitted
-to. The other half says how good that is: what one stream and the chosen plan would take against what
+to, each in all its dtypes. The other half says how good that is: what one stream and the chosen plan would take against what
 their replays took, and whether each pair of candidates is in the order in which they were when they were
 raced, if nobody else used the GPU then; two that would take the same time are half right. Writes
 NAME.json into src/torch_nimble/estimate. Needs no GPU, and some minutes: every network is captured.
@@ -57,7 +57,8 @@ class Network:
     """One network of the record: what was measured, and its tasks as they are estimated."""
 
     def __init__(self, line: Json) -> None:
-        self.name = f"{line['target']} {line['dtype']}"
+        self.target = line["target"]
+        self.name = f"{self.target} {line['dtype']}"
         explained = line["systems"]["nimble"]["explained"]
         self.kernels, self.taken = explained["kernels"], taken(explained["kinds"])
         candidates = {
@@ -216,7 +217,9 @@ def main(record: str, name: str) -> None:
     lines = [json.loads(line) for line in Path(record).read_text(encoding="utf-8").splitlines()]
     usable = {(line["target"], line["dtype"]): line for line in lines if is_usable(line)}
     networks = [Network(usable[key]) for key in sorted(usable)]
-    known, new = networks[::2], networks[1::2]
+    targets = sorted({target for target, _ in usable})
+    known = [network for network in networks if network.target in targets[::2]]
+    new = [network for network in networks if network.target in targets[1::2]]
     gpu = fitted(known, name)
     said = {
         "record": Path(record).as_posix(),

@@ -6,6 +6,7 @@ import json
 import math
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -177,7 +178,19 @@ def test_a_file_of_numbers_can_be_read_and_gives_every_task_a_time() -> None:
     assert all(cost > 1 for cost in graph.costs_us)
     assert critical_path(graph)[0] == pytest.approx(sum(graph.costs_us))
     assert "off by" in gpu.account()
-    assert not set(gpu.said["fitted_to"]["networks"]) & set(gpu.said["others"]["networks"])
+
+
+def test_the_numbers_fit_networks_that_they_were_not_fitted_to() -> None:
+    said = load_gpu("h200").said
+    fitted_to, others = (
+        {name.split()[0] for name in said[half]["networks"]} for half in ("fitted_to", "others")
+    )
+    assert not fitted_to & others
+    record = Path(__file__).parents[2] / said["record"]
+    known = {json.loads(line)["target"] for line in record.read_text(encoding="utf-8").splitlines()}
+    assert fitted_to | others == known
+    assert said["others"]["chosen_median"] <= 0.15
+    assert said["others"]["candidates_in_order"] >= 0.80
 
 
 def test_a_gpu_without_numbers_is_refused() -> None:

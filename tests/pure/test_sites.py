@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ from torch_nimble.kernels.sites import (
     configs,
 )
 
+RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "h200.jsonl"
 FEW_PIXELS = 4
 SMALLEST = 16
 """What a matrix unit multiplies and sums at least at a time."""
@@ -337,3 +340,27 @@ def test_no_part_of_a_sum_is_empty(site: Site) -> None:
 def test_what_comes_before_and_after_does_not_change_what_is_tried(site: Site) -> None:
     plain = replace(site, before="", after="", has_bias=False, adds=False)
     assert configs(plain, "full") == configs(site, "full")
+
+
+# -------------------------------------------------------------------- what won
+
+
+def tried_by_all_means() -> Iterator[Any]:
+    """Networks of the record whose layers were tried with every config there is, and those layers."""
+    for line in map(json.loads, RECORD.read_text(encoding="utf-8").splitlines()):
+        if line["measure"] == "cost" and "nimble-full" in line["systems"]:
+            layers = line["systems"]["nimble-full"]["cold"]["explained"]["kernels"]
+            alone = [layer for layer in layers if LIBRARY in layer["times_us"]]
+            yield pytest.param(alone, id=f"{line['target']} {line['dtype']}")
+
+
+@pytest.mark.parametrize("layers", list(tried_by_all_means()))
+def test_in_a_hurry_little_is_lost_where_everything_was_tried(layers: list[Any]) -> None:
+    """By times of kernels, each as often as the network has it."""
+    lost = best = 0.0
+    for layer in layers:
+        times = layer["times_us"]
+        hurried = [times[c] for c in configs(Site.parse(layer["site"]), "fast") if c in times]
+        best += layer["count"] * min(times.values())
+        lost += layer["count"] * (min(times[LIBRARY], *hurried) - min(times.values()))
+    assert lost <= 0.04 * best
