@@ -803,7 +803,8 @@ def test_training_steps_are_compared_with_one_in_float64(
 
 
 def test_onnx_runtime_takes_part(brief: Part) -> None:
-    pytest.importorskip("onnxruntime")
+    for needed in ("onnxruntime", "onnx", "onnxscript"):
+        pytest.importorskip(needed)
     found = worker.work(replace(brief, systems=("onnxruntime", "nimble")))["systems"]
     assert found["onnxruntime"]["relative_error"] < 1e-5
 

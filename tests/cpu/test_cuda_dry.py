@@ -149,6 +149,7 @@ def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
     monkeypatch.setattr("torch_nimble.execute.room.Streams.of", staticmethod(lambda device: Streams()))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    monkeypatch.setattr("torch_nimble.execute.graph._raw_stream", lambda index: 7)
     # Not for memory of the host: the slower copy is taken.
     monkeypatch.setattr("torch_nimble.execute.graph.copy_async", lambda: lambda *_: 1)
 
@@ -758,7 +759,7 @@ def test_the_short_way_of_a_call_is_taken_for_calls_like_the_one_before_and_no_o
     device: CudaDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch_nimble.planned.device_for", lambda home: device)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+    monkeypatch.setattr("torch_nimble.quick._current_device", lambda: -1)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
     x = torch.randn(2, 4)

@@ -9,6 +9,15 @@ from pathlib import Path
 
 import pytest
 
+PROBE = """
+import torch, triton, triton.language as tl
+@triton.jit
+def counts(out):
+    for number in range(0, tl.minimum(tl.num_programs(0), 2)):
+        tl.store(out + number, number)
+counts[(2,)](torch.zeros(2))
+"""
+"""Triton's interpreter turns a block of one number into an index, which numpy refuses from 2.4 on."""
 CODE = """
 import sys
 import torch
@@ -24,6 +33,12 @@ def test_kernels_are_right_in_the_interpreter() -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     places = [str(Path(__file__).parents[1]), *sys.path]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(places)}
-    command = [sys.executable, "-c", CODE, "9"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+
+    def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", code, *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+
+    if run(PROBE).returncode != 0:
+        pytest.skip("triton's interpreter does not work with the numpy that is installed")
+    done = run(CODE, "9")
     assert done.returncode == 0, done.stderr
