@@ -2,11 +2,12 @@
 
     python benchmarks/calibrate.py benchmarks/calibration/h200.jsonl h200
 
-Half of the networks that the record has with all their kernels' times, every other by name, are fitted
-to, each in all its dtypes. The other half says how good that is: what one stream and the chosen plan would take against what
-their replays took, and whether each pair of candidates is in the order in which they were when they were
-raced, if nobody else used the GPU then; two that would take the same time are half right. Writes
-NAME.json into src/torch_nimble/estimate. Needs no GPU, and some minutes: every network is captured.
+Half of the networks that the record has with all their kernels' times, every other by name, are
+fitted to, each in all its dtypes. The other half says how good that is: what one stream and the
+chosen plan would take against what their replays took, and whether each pair of candidates is in the
+order in which they were when they were raced, if nobody else used the GPU then; two that would take
+the same time are half right. Writes NAME.json into src/torch_nimble/estimate. Needs no GPU, and some
+minutes: every network is captured.
 """
 
 from __future__ import annotations
