@@ -235,15 +235,17 @@ def test_ratios_come_with_the_quartiles_of_the_rounds() -> None:
     assert record.faster(entry, "nimble", "compile") is None
 
 
-def test_repeated_runs_of_the_same_code_are_compared() -> None:
+def test_repeated_runs_are_compared_and_say_whose_code_ran() -> None:
     def run(number: int, commit: str, us: float) -> Json:
         systems = {"eager": timed(1000), "nimble": timed(us)}
         return line(run=number, commit=commit, systems=systems)
 
-    entries = [run(1, "old", 500), run(1, "new", 100), run(2, "new", 104)]
+    entries = [run(1, "old", 110), run(1, "new", 100), run(2, "new", 104)]
+    (found,) = record.disagreement(entries[1:], "nimble", "eager").values()
+    assert found == record.Repeated(pytest.approx(0.04), ("new",))
     (found,) = record.disagreement(entries, "nimble", "eager").values()
-    assert found == pytest.approx(0.04)
-    assert record.disagreement(entries[:2], "nimble", "eager") == {}
+    assert found == record.Repeated(pytest.approx(0.1), ("old", "new"))
+    assert record.disagreement(entries[:1], "nimble", "eager") == {}
 
 
 # ------------------------------------------------------------ suites

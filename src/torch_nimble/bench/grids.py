@@ -368,32 +368,33 @@ def failures(entries: Sequence[Json]) -> Grid:
 
 
 def agreement(entries: Sequence[Json]) -> Grid:
-    """How far the ratios of repeated runs are apart."""
+    """How far the ratios of repeated runs are apart, and whether one and the same code made them."""
     peers = [name for name in (*PEERS, SERIAL) if name in measured(entries)]
     by_place: dict[tuple[str, str], list[Json]] = {}
     for entry in entries:
         by_place.setdefault(place_of(entry), []).append(entry)
-    found: dict[str, dict[str, float]] = {}
+    found: dict[str, dict[str, record.Repeated]] = {}
     for group in by_place.values():
         names = {record.key_of(entry): name_of(entry) for entry in group}
         for peer in peers:
             whole = [
                 entry for entry in group if compared(entry, OURS, peer) and paired(entry, OURS, peer)
             ]
-            for key, apart in record.disagreement(whole, OURS, peer).items():
-                found.setdefault(f"{names[key]} {key[0]}".removesuffix(" speed"), {})[peer] = apart
-    shown = [peer for peer in peers if any(peer in apart for apart in found.values())]
+            for key, repeated in record.disagreement(whole, OURS, peer).items():
+                found.setdefault(f"{names[key]} {key[0]}".removesuffix(" speed"), {})[peer] = repeated
+    shown = [peer for peer in peers if any(peer in runs for runs in found.values())]
 
-    def row(name: str, apart: Mapping[str, float]) -> tuple[Cell, ...]:
-        worst = max(apart.values())
+    def row(name: str, runs: Mapping[str, record.Repeated]) -> tuple[Cell, ...]:
+        worst = max(repeated.apart for repeated in runs.values())
+        commits = dict.fromkeys(commit for repeated in runs.values() for commit in repeated.commits)
         verdict = (
             Cell("within 3 %", worst, "good") if worst <= AGREE else Cell("further apart", worst, "bad")
         )
-        each = (number(100 * apart[p], ".1f", " %") if p in apart else NOTHING for p in shown)
-        return (word(name), *each, verdict)
+        each = (number(100 * runs[p].apart, ".1f", " %") if p in runs else NOTHING for p in shown)
+        return (word(name), word(", ".join(commits)), *each, verdict)
 
-    header = ("result", *(f"vs {called(peer)}" for peer in shown), "agreement")
-    return Grid(header, tuple(row(name, apart) for name, apart in found.items()))
+    header = ("result", "commits", *(f"vs {called(peer)}" for peer in shown), "agreement")
+    return Grid(header, tuple(row(name, runs) for name, runs in found.items()))
 
 
 # ------------------------------------------------------------ conditions

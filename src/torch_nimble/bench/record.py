@@ -180,15 +180,28 @@ def faster(entry: Json, system: str, than: str) -> Ratio | None:
     return Ratio(*(percentile(rounds, share) for share in (0.5, 0.25, 0.75)))
 
 
-def disagreement(entries: Iterable[Json], system: str, than: str) -> dict[Key, float]:
-    """How far repeated runs are apart in a ratio: largest over smallest, less one."""
-    found: dict[Key, list[float]] = {}
-    newest = latest(entries := list(entries))
+@dataclass(frozen=True)
+class Repeated:
+    """How far the ratios of repeated runs are apart (largest over smallest, less one), and whose code ran."""
+
+    apart: float
+    commits: tuple[str, ...]
+
+
+def disagreement(entries: Iterable[Json], system: str, than: str) -> dict[Key, Repeated]:
+    """What was measured more than once, whenever that was and by whichever commit."""
+    ratios: dict[Key, list[float]] = {}
+    commits: dict[Key, dict[str, None]] = {}
     for entry in entries:
         ratio = faster(entry, system, than)
-        if ratio is not None and entry["commit"] == newest[key_of(entry)]["commit"]:
-            found.setdefault(key_of(entry), []).append(ratio.value)
-    return {key: max(v) / min(v) - 1 for key, v in found.items() if len(v) > 1}
+        if ratio is not None:
+            ratios.setdefault(key_of(entry), []).append(ratio.value)
+            commits.setdefault(key_of(entry), {})[str(entry["commit"])] = None
+    return {
+        key: Repeated(max(values) / min(values) - 1, tuple(commits[key]))
+        for key, values in ratios.items()
+        if len(values) > 1
+    }
 
 
 def value_at(entry: Json, path: str) -> Any:
