@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import json
 import logging
 import math
@@ -32,6 +33,7 @@ from torch_nimble.bench import (
     command,
     gpu,
     grids,
+    nvml,
     processes,
     record,
     runner,
@@ -69,7 +71,7 @@ def line(measure: str = "speed", target: str = "resnet50", **more: Any) -> Json:
 
 
 def timed(*rounds_us: float) -> Json:
-    return timing.summary([([us, us, us], us - 10) for us in rounds_us])
+    return timing.summary([timing.Round([us, us, us], us - 10) for us in rounds_us])
 
 
 # ------------------------------------------------------------ statistics
@@ -83,12 +85,48 @@ def test_percentiles_are_numpy_s(values: list[float], share: float) -> None:
 
 
 def test_a_summary_pools_the_calls_of_all_rounds_and_keeps_each_round() -> None:
-    found = timing.summary([([1.0, 2.0, 3.0], 7.0), ([10.0] * 7, 9.0)])
+    found = timing.summary([timing.Round([1.0, 2.0, 3.0], 7.0), timing.Round([10.0] * 7, 9.0)])
     assert found["p50_us"] == 10
     assert found["interval_us"] == 8
     assert [entry["p50_us"] for entry in found["rounds"]] == [2, 10]
     assert [entry["calls"] for entry in found["rounds"]] == [3, 7]
-    assert timing.summary([([1.0], None)])["interval_us"] is None
+    assert timing.summary([timing.Round([1.0])])["interval_us"] is None
+
+
+def test_a_round_says_how_fast_the_gpu_s_clock_was_and_what_held_it_down() -> None:
+    clocks = {"sm_mhz": 1980, "limited_by": []}
+    rounds = [timing.Round([1.0], 2.0, clocks), timing.Round([1.0], 2.0)]
+    first, second = timing.summary(rounds)["rounds"]
+    assert first == {"calls": 1, "p50_us": 1.0, "p99_us": 1.0, "interval_us": 2.0, **clocks}
+    assert "sm_mhz" not in second
+
+
+class Driver:
+    """NVML of a GPU that tells its clock and its limits, and refuses to tell its energy."""
+
+    def nvmlDeviceGetClockInfo(self, handle: object, kind: int, found: Any) -> int:
+        found._obj.value = {1: 1755}[kind]
+        return 0
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: object, found: Any) -> int:
+        found._obj.value = 0x1 | 0x4 | 0x40
+        return 0
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: object, found: Any) -> int:
+        return 3
+
+
+def test_the_driver_tells_what_it_can_and_nothing_fails_for_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = nvml.Nvml(Driver(), ctypes.c_void_p())
+    assert told.energy_mj() is None
+    monkeypatch.setattr(nvml, "current", lambda: told)
+    assert nvml.clocks() == {"sm_mhz": 1755, "limited_by": ["power cap", "thermal, by hardware"]}
+    monkeypatch.setattr(nvml, "current", lambda: nvml.Nvml(object(), ctypes.c_void_p()))
+    assert nvml.clocks() == {}
+    monkeypatch.setattr(nvml, "current", lambda: None)
+    assert nvml.clocks() == {}
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=12))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
 import gc
 import itertools
 import os
@@ -16,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from torch_nimble.bench import nvml
 from torch_nimble.bench.record import Json
 from torch_nimble.bench.subject import Call, Inputs, Replayable, Subject
 from torch_nimble.tree import flatten_inputs, flatten_output
@@ -96,41 +95,21 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 # ------------------------------------------------------------ energy
 
 
-@functools.cache
-def _energy_counter() -> Callable[[], int] | None:
-    """Millijoules this GPU has used since its driver was loaded, if it tells."""
-    uuid = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", None)
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-        handle, used = ctypes.c_void_p(), ctypes.c_ulonglong()
-        found = nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(
-            f"GPU-{uuid}".encode(), ctypes.byref(handle)
-        )
-        ask = nvml.nvmlDeviceGetTotalEnergyConsumption
-    except (OSError, AttributeError):
-        return None
-
-    def read() -> int:
-        status = ask(handle, ctypes.byref(used))
-        if status:
-            raise RuntimeError(f"NVML says {status}")
-        return used.value
-
-    try:
-        return read if not found and read() else None
-    except RuntimeError:
-        return None
-
-
 def energy_mj(subject: Subject, call: Call, supply: Sequence[Inputs]) -> float | None:
     """Millijoules a call of the whole GPU, over calls that follow each other at once.
 
     The counter moves several times a second: from one move of it to another, some time later.
     """
-    counter = _energy_counter()
-    if counter is None:
+    device = nvml.current()
+    if device is None or device.energy_mj() is None:
         return None
     inputs = itertools.cycle(supply)
+
+    def counter() -> int:
+        used = device.energy_mj()
+        if used is None:
+            raise RuntimeError("NVML no longer tells what energy the GPU has used")
+        return used
 
     def calls_until(done: Callable[[], bool]) -> int:
         count = 0

@@ -182,7 +182,7 @@ def faster(entry: Json, system: str, than: str) -> Ratio | None:
 
 @dataclass(frozen=True)
 class Repeated:
-    """How far the ratios of repeated runs are apart (largest over smallest, less one), and whose code ran."""
+    """How far ratios of repeated runs are apart: largest over smallest, less one; and whose code ran."""
 
     apart: float
     commits: tuple[str, ...]

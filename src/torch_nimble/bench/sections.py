@@ -204,8 +204,9 @@ def sections_of(entries: Sequence[Json], readings: Mapping[str, str]) -> list[Se
         Section(
             "agreement",
             "Do repeated runs agree?",
-            "How far the speed-ups of repeated runs are apart, largest over smallest. Where more than one "
-            "commit is named, what changed between these is in it, too. Elsewhere the newest run counts.",
+            "How far the speed-ups of repeated runs are apart, largest over smallest. Where more than "
+            "one commit is named, what changed between these is in it, too. Elsewhere the newest run "
+            "counts.",
             grids=(grids.agreement(of(entries, "speed") + of(entries, "plan")),),
         ),
         Section(

@@ -7,15 +7,26 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
+from torch_nimble.bench import nvml
 from torch_nimble.bench.record import Json, percentile
 from torch_nimble.bench.subject import Call, Inputs, Subject
 
 _SETTLE_AT_LEAST, _SETTLE_US = 3, 20_000
 _ROUND_US, _CALLS_AT_LEAST = 75_000, 10
 _ENQUEUED_AT_LEAST, _ENQUEUED_AT_MOST = 5, 50
+
+
+@dataclass(frozen=True)
+class Round:
+    """Microseconds of calls, one by one; those of a call in a row; the GPU's clock in that row."""
+
+    latencies: Sequence[float]
+    interval_us: float | None = None
+    clocks: Json = field(default_factory=dict)
 
 
 class Stopwatch:
@@ -26,7 +37,7 @@ class Stopwatch:
         self._call = call
         self._supply = supply
         self._count = 0
-        self._rounds: list[tuple[list[float], float | None]] = []
+        self._rounds: list[Round] = []
 
     def take_round(self) -> None:
         """Some calls to settle, then the timed ones, then some that nobody waits for."""
@@ -37,7 +48,7 @@ class Stopwatch:
             self._count = max(_CALLS_AT_LEAST, math.ceil(_ROUND_US / statistics.median(settled)))
         latencies = self._calls(self._count)
         in_a_row = max(_ENQUEUED_AT_LEAST, min(self._count // 2, _ENQUEUED_AT_MOST))
-        self._rounds.append((latencies, self._enqueued(in_a_row)))
+        self._rounds.append(Round(latencies, *self._enqueued(in_a_row)))
 
     def _calls(self, count: int) -> list[float]:
         """Microseconds of whole calls, each synchronised."""
@@ -50,30 +61,39 @@ class Stopwatch:
             del out
         return taken
 
-    def _enqueued(self, count: int) -> float | None:
-        """Microseconds a call, in a row of calls that nobody waits for."""
+    def _enqueued(self, count: int) -> tuple[float | None, Json]:
+        """Microseconds a call, in a row of calls that nobody waits for; the clocks towards its end."""
         if self._subject.part.device != "cuda":
-            return None
+            return None, {}
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         self._subject.synchronize()
         begin.record()
         for args, kwargs in itertools.islice(itertools.cycle(self._supply), count):
             self._call(*args, **kwargs)
         end.record()
+        clocks = nvml.clocks()
         end.synchronize()
-        return float(begin.elapsed_time(end) * 1e3 / count)
+        return float(begin.elapsed_time(end) * 1e3 / count), clocks
 
     def summary(self) -> Json:
         """What all rounds say together."""
         return summary(self._rounds)
 
 
-def summary(rounds: Sequence[tuple[Sequence[float], float | None]]) -> Json:
+def summary(rounds: Sequence[Round]) -> Json:
     """p50 and p99 over the calls of all rounds, their median interval, and every round."""
-    together = [us for latencies, _ in rounds for us in latencies]
-    device = [us for _, us in rounds if us is not None]
+    together = [us for one in rounds for us in one.latencies]
+    device = [one.interval_us for one in rounds if one.interval_us is not None]
     middle = statistics.median(device) if device else None
-    each = [{"calls": len(us), **_percentiles(us), "interval_us": d} for us, d in rounds]
+    each = [
+        {
+            "calls": len(one.latencies),
+            **_percentiles(one.latencies),
+            "interval_us": one.interval_us,
+            **one.clocks,
+        }
+        for one in rounds
+    ]
     return {**_percentiles(together), "interval_us": middle, "rounds": each}
 
 
