@@ -1,6 +1,6 @@
 """Fit the numbers of a GPU's cost model to a record of benchmarks, and say how far off they are.
 
-    python benchmarks/calibrate.py benchmarks/calibration/h200.jsonl h200
+    python benchmarks/calibrate.py benchmarks/results/h200-calm.jsonl h200
 
 Half of the networks that the record has with all their kernels' times, every other by name, are
 fitted to, each in all its dtypes. The other half says how good that is: what one stream and the

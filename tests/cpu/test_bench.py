@@ -93,12 +93,13 @@ def test_a_summary_pools_the_calls_of_all_rounds_and_keeps_each_round() -> None:
     assert timing.summary([timing.Round([1.0])])["interval_us"] is None
 
 
-def test_a_round_says_how_fast_the_gpu_s_clock_was_and_what_held_it_down() -> None:
-    clocks = {"sm_mhz": 1980, "limited_by": []}
-    rounds = [timing.Round([1.0], 2.0, clocks), timing.Round([1.0], 2.0)]
+def test_a_round_says_how_fast_the_machine_was() -> None:
+    machine = {"host_us": 120.0, "host_ran": 0.9, "sm_mhz": 1980, "limited_by": []}
+    rounds = [timing.Round([1.0], 2.0, machine), timing.Round([1.0], 2.0)]
     first, second = timing.summary(rounds)["rounds"]
-    assert first == {"calls": 1, "p50_us": 1.0, "p99_us": 1.0, "interval_us": 2.0, **clocks}
+    assert first == {"calls": 1, "p50_us": 1.0, "p99_us": 1.0, "interval_us": 2.0, **machine}
     assert "sm_mhz" not in second
+    assert timing.host_us() > 0
 
 
 class Driver:
@@ -262,6 +263,25 @@ def test_half_a_line_at_the_end_is_written_over(tmp_path: Path) -> None:
     assert [entry["mark"] for entry in record.parse(file)] == [1]
     record.append(file, line(mark=2))
     assert [entry["mark"] for entry in record.parse(file)] == [1, 2]
+
+
+def test_a_record_is_never_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "bench.jsonl"
+    record.append(file, line(target="größer", mark=1))
+    before = file.read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(record.os, "fsync", full)
+    with pytest.raises(OSError, match="no space"):
+        record.append(file, line(mark=2))
+    assert file.read_bytes().startswith(before)
+    monkeypatch.undo()
+    file.write_bytes(before + b'{"half')
+    record.append(file, line(mark=3))
+    assert file.read_bytes().startswith(before)
+    assert [entry["mark"] for entry in record.parse(file)] == [1, 3]
 
 
 def test_ratios_come_with_the_quartiles_of_the_rounds() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import itertools
 import os
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -49,13 +50,13 @@ def memory(device: str, *, peak: bool = False, restart: bool = False) -> dict[st
 
 
 def replay_us(graph: Replayable) -> float:
-    """Microseconds of a bare replay, in a row of them."""
+    """Microseconds of a bare replay in a row of them, the median of some rows."""
 
     def some() -> None:
         for _ in range(_REPLAYS):
             graph.replay()
 
-    return 1e6 * _seconds(some) / _REPLAYS
+    return 1e6 * statistics.median(_each_s(some)) / _REPLAYS
 
 
 # ------------------------------------------------------------ idle time
@@ -158,13 +159,13 @@ def _rates(dtype: torch.dtype) -> tuple[float, float]:
     matrix = torch.randn(_MATRIX, _MATRIX, device="cuda", dtype=dtype)
     source = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    product_s = _seconds(lambda: matrix @ matrix)
-    copy_s = _seconds(lambda: target.copy_(source))
+    product_s = min(_each_s(lambda: matrix @ matrix))
+    copy_s = min(_each_s(lambda: target.copy_(source)))
     return 2 * _MATRIX**3 / product_s, 2 * _COPIED_BYTES / copy_s
 
 
-def _seconds(act: Callable[[], Any], times: int = 5) -> float:
-    """The fastest of some runs."""
+def _each_s(act: Callable[[], Any], times: int = 5) -> list[float]:
+    """Seconds of some runs, one by one."""
     taken = []
     for _ in range(times):
         torch.cuda.synchronize()
@@ -172,7 +173,7 @@ def _seconds(act: Callable[[], Any], times: int = 5) -> float:
         act()
         torch.cuda.synchronize()
         taken.append(time.perf_counter() - start)
-    return min(taken)
+    return taken
 
 
 # ------------------------------------------------------------ load

@@ -50,15 +50,15 @@ AGREE = 0.03
 """Repeated runs agree if their ratios are no further apart than this."""
 
 
-def _systems_with(entries: Iterable[Json], field: str) -> list[str]:
+def systems_with(entries: Iterable[Json], field: str) -> list[str]:
     """The systems that have a number there in any of the lines."""
     entries = list(entries)
     return [n for n in record.SYSTEMS if any(has_number(notes_of(e, n), field) for e in entries)]
 
 
-def _having(entries: Sequence[Json], field: str) -> list[Json]:
+def having(entries: Sequence[Json], field: str) -> list[Json]:
     """The lines in which any system has a number there."""
-    return [entry for entry in entries if _systems_with([entry], field)]
+    return [entry for entry in entries if systems_with([entry], field)]
 
 
 # ------------------------------------------------------------ latency
@@ -114,7 +114,12 @@ def latency(entries: Sequence[Json]) -> Grid:
 
         return judged(system, make)
 
-    return grid_of(entries, [(called(name), both(name)) for name in measured(entries)])
+    columns: list[Column] = [(called(name), both(name)) for name in measured(entries)]
+    columns += [
+        ("rounds", at("settings.rounds")),
+        ("commit", said("commit")),
+    ]
+    return grid_of(entries, columns)
 
 
 def against_eager(entries: Sequence[Json]) -> Grid:
@@ -168,10 +173,10 @@ def idle(entries: Sequence[Json]) -> Grid:
         make = at(f"{system}.busy_us")
         return lambda e: make(e) if has_number(notes_of(e, system), "idle") else NOTHING
 
-    known = _having(entries, "idle")
+    known = having(entries, "idle")
     columns: list[Column] = [
         (f"{called(name)}, idle", judged(name, at(f"{name}.idle", ".0f", " %", 100)))
-        for name in _systems_with(known, "idle")
+        for name in systems_with(known, "idle")
     ]
     for name in ("eager", OURS):
         columns += [
@@ -196,37 +201,10 @@ def batches(entries: Sequence[Json]) -> Grid:
 # ------------------------------------------------------------ limits and cost
 
 
-def limits(entries: Sequence[Json]) -> Grid:
-    """The bare replay of our graph beside the least it could be, and beside the replay of others."""
-    path = f"{OURS}.explained.critical_path_us"
-
-    def replay(entry: Json) -> str:
-        bare = has_number(notes_of(entry, OURS), "replay_us")
-        return f"{OURS}.replay_us" if bare else f"{OURS}.interval_us"
-
-    def instead(entry: Json) -> Cell:
-        return NOTHING if replay(entry).endswith("replay_us") else word("calls in a row")
-
-    columns: list[Column] = [
-        ("plan", said(f"{OURS}.explained.chosen")),
-        ("replay, µs", judged(OURS, lambda e: at(replay(e))(e))),
-        ("instead of a replay", instead),
-        ("critical path, µs", at(path)),
-        ("replay / path", lambda e: over(replay(e), path)(e)),
-        ("floor, µs", at("floor.us", ",.1f")),
-        ("replay / floor", lambda e: over(replay(e), "floor.us")(e)),
-        ("GFLOP", at("floor.flops", ",.2f", scale=1e-9)),
-        ("MB", at("floor.bytes", ",.1f", scale=1e-6)),
-        ("one stream, replay µs", judged(SERIAL, at(f"{SERIAL}.replay_us"))),
-        ("cudagraph, replay µs", judged("cudagraph", at("cudagraph.replay_us"))),
-    ]
-    return grid_of([e for e in entries if at(replay(e))(e) != NOTHING], columns)
-
-
 def intervals(entries: Sequence[Json]) -> Grid:
     """µs a call in a row of calls that nobody waits for, every system; ours against the best mode."""
-    known = _having(entries, "interval_us")
-    systems = _systems_with(known, "interval_us")
+    known = having(entries, "interval_us")
+    systems = systems_with(known, "interval_us")
     columns: list[Column] = [(called(n), judged(n, at(f"{n}.interval_us"))) for n in systems]
 
     def against(entry: Json) -> Cell:
@@ -275,16 +253,6 @@ def memory(entries: Sequence[Json]) -> Grid:
         ratio = over(f"{OURS}.memory.{field}", f"reduce-overhead.memory.{field}")
         columns.append((f"ours / theirs, {what}", ratio))
     return grid_of(entries, columns)
-
-
-def energy(entries: Sequence[Json]) -> Grid:
-    """Millijoules a call."""
-    known = _having(entries, "energy_mj")
-    columns: list[Column] = [
-        (called(name), judged(name, at(f"{name}.energy_mj", ",.1f")))
-        for name in _systems_with(known, "energy_mj")
-    ]
-    return grid_of(known, [*columns, ("ours / eager", over(f"{OURS}.energy_mj", "eager.energy_mj"))])
 
 
 def plans(entries: Sequence[Json]) -> Grid:

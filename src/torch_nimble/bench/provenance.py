@@ -67,7 +67,7 @@ def environment(device: str) -> tuple[Json, Json]:
     name, _, driver = query.partition("\n")[0].partition(", ")
     machine: Json = {"device": _processor(), "cores": os.cpu_count()}
     if device == "cuda":
-        machine |= {"device": name or "unknown", "driver": driver or "unknown"}
+        machine |= {"device": name or "unknown", "driver": driver or "unknown", "host": _processor()}
     packages = {dist.name: dist.version for dist in importlib.metadata.distributions()}
     versions: Json = {package: packages.get(package) for package in _PACKAGES}
     versions |= {"python": platform.python_version(), "torch": torch.__version__}

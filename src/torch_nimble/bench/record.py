@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,19 +109,26 @@ def parse(file: Path) -> list[Json]:
 
 
 def append(file: Path, entry: Json) -> None:
-    """Add a line; the folder is made if it is missing."""
+    """Add a line, which is on the disk afterwards; the folder is made if it is missing.
+
+    What is there already is not written again: only half a line at the end is cut off.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     line = json.dumps(plain(entry), allow_nan=False, ensure_ascii=False) + "\n"
     if file.exists():
-        file.write_text(_whole_lines(file), encoding="utf-8")
+        whole = len(_whole_lines(file).encode("utf-8"))
+        if whole < file.stat().st_size:
+            os.truncate(file, whole)
     with file.open("a", encoding="utf-8") as out:
         out.write(line)
+        out.flush()
+        os.fsync(out.fileno())
 
 
 def _whole_lines(file: Path) -> str:
     """All but half a line at the end, which a process that was killed may have left."""
-    text = file.read_text(encoding="utf-8")
-    return text[: text.rfind("\n") + 1]
+    whole, end, _ = file.read_bytes().rpartition(b"\n")
+    return (whole + end).decode("utf-8")
 
 
 # ------------------------------------------------------------ what belongs together

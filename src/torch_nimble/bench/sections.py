@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torch_nimble.bench import figures, grids
+from torch_nimble.bench import figures, grids, hardware
 from torch_nimble.bench.record import Json
 from torch_nimble.bench.selection import (
     batched,
@@ -71,7 +71,8 @@ def sections_of(entries: Sequence[Json], readings: Mapping[str, str]) -> list[Se
             "Results",
             "p50 of the whole call in µs. A ratio is the median of those of the rounds; in brackets are "
             "their quartiles. Error: relative, against the model in float64. Wrong: that is too large; "
-            "what is wrong takes part in no ratio.",
+            "what is wrong takes part in no ratio. max-autotune tunes for minutes a network: the suites "
+            "have it for three, in fp16; XLA (JAX) is there for ResNet-50.",
             grids=(grids.headline(of(kept, "speed", plain=True) or speed),),
         ),
         Section(
@@ -141,17 +142,28 @@ def sections_of(entries: Sequence[Json], readings: Mapping[str, str]) -> list[Se
         Section(
             "latency",
             "Every latency",
-            "p50 / p99 of the whole call in µs.",
+            "p50 / p99 of the whole call in µs, over the calls of all rounds.",
             grids=(grids.latency(speed),),
+        ),
+        Section(
+            "steadiness",
+            "How even the rounds were",
+            "The slowest round over the fastest. What needs the host in each call varies with it, since "
+            "others use the machine, too; eager's kernels in one CUDA graph, in a row, hardly need it. "
+            "Of ours, those calls need it most whose look at the weights, while the GPU works, takes "
+            "as long as the GPU: networks of many tensors and short tasks.",
+            grids=(hardware.steadiness(timed),),
         ),
         Section(
             "limits",
             "Replay and its limits",
             "Replay: our CUDA graph alone, without what else a call does; where that was not measured, "
-            "the table says what stands instead of it. Critical path: the longest path of measured "
-            "times of single tasks. Floor: the least time for the arithmetic and the memory traffic at "
-            "the machine's rates. Last, the graphs of others, likewise alone.",
-            grids=(grids.limits(of(gpu, "speed")),),
+            "the table says what stands instead of it. Up to commit 948dbae a replay is the fastest of "
+            "five rows of twenty, since then their median. Critical path: the longest path of measured "
+            "times of single tasks, scaled so that all of them take what one stream took. Floor: the "
+            "least time for the arithmetic and the memory traffic at the highest rates measured on this "
+            "GPU. Last, the graphs of others, likewise alone.",
+            grids=(hardware.limits(of(gpu, "speed")),),
         ),
         Section(
             "intervals",
@@ -190,7 +202,7 @@ def sections_of(entries: Sequence[Json], readings: Mapping[str, str]) -> list[Se
             "energy",
             "Energy",
             "Millijoules of the device a call.",
-            grids=(grids.energy(of(kept, "speed")),),
+            grids=(hardware.energy(of(kept, "speed")),),
         ),
         Section(
             "checks",

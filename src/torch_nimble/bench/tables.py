@@ -66,7 +66,7 @@ def markdown(entries: Iterable[Json], readings: Mapping[str, str]) -> dict[str, 
     cpu = [e for e in of(kept, "speed") if place_of(e)[0] == "cpu"]
     plain = of(gpu, "speed", plain=True)
     branching, sizes = streamed(gpu, BRANCHING), batched(gpu)
-    none_slower = "On the GPU no other system took less than ours in any result of this record."
+    none_slower = "On the GPU no other system took less than ours in the newest run of any result."
     pieces = {
         "gpu table": _under_conditions(grids.headline(plain), plain),
         "gpu streams": _under_conditions(grids.streams(branching), branching),

@@ -18,15 +18,16 @@ from torch_nimble.bench.subject import Call, Inputs, Subject
 _SETTLE_AT_LEAST, _SETTLE_US = 3, 20_000
 _ROUND_US, _CALLS_AT_LEAST = 75_000, 10
 _ENQUEUED_AT_LEAST, _ENQUEUED_AT_MOST = 5, 50
+_HOST_TRIES, _HOST_LOOPS = 3, 10_000
 
 
 @dataclass(frozen=True)
 class Round:
-    """Microseconds of calls, one by one; those of a call in a row; the GPU's clock in that row."""
+    """Microseconds of calls, one by one; those of a call in a row; and how fast the machine was."""
 
     latencies: Sequence[float]
     interval_us: float | None = None
-    clocks: Json = field(default_factory=dict)
+    machine: Json = field(default_factory=dict)
 
 
 class Stopwatch:
@@ -46,9 +47,12 @@ class Stopwatch:
         settled += self._calls(math.ceil(missing_us / statistics.median(settled)))
         if not self._count:
             self._count = max(_CALLS_AT_LEAST, math.ceil(_ROUND_US / statistics.median(settled)))
+        start, ran_s = time.perf_counter(), time.thread_time()
         latencies = self._calls(self._count)
+        host = {"host_ran": (time.thread_time() - ran_s) / (time.perf_counter() - start)}
         in_a_row = max(_ENQUEUED_AT_LEAST, min(self._count // 2, _ENQUEUED_AT_MOST))
-        self._rounds.append(Round(latencies, *self._enqueued(in_a_row)))
+        interval_us, clocks = self._enqueued(in_a_row)
+        self._rounds.append(Round(latencies, interval_us, {"host_us": host_us(), **host, **clocks}))
 
     def _calls(self, count: int) -> list[float]:
         """Microseconds of whole calls, each synchronised."""
@@ -80,6 +84,20 @@ class Stopwatch:
         return summary(self._rounds)
 
 
+def host_us() -> float:
+    """Microseconds of a piece of Python that is always the same: how fast the host is just now.
+
+    What a call takes depends on it, and on machines that others use as well it doubles for seconds.
+    """
+    taken = []
+    for _ in range(_HOST_TRIES):
+        start = time.perf_counter()
+        for _ in range(_HOST_LOOPS):
+            pass
+        taken.append((time.perf_counter() - start) * 1e6)
+    return min(taken)
+
+
 def summary(rounds: Sequence[Round]) -> Json:
     """p50 and p99 over the calls of all rounds, their median interval, and every round."""
     together = [us for one in rounds for us in one.latencies]
@@ -90,7 +108,7 @@ def summary(rounds: Sequence[Round]) -> Json:
             "calls": len(one.latencies),
             **_percentiles(one.latencies),
             "interval_us": one.interval_us,
-            **one.clocks,
+            **one.machine,
         }
         for one in rounds
     ]

@@ -139,8 +139,6 @@ def speed(part: Part, report: Report) -> Json:
     exact = subject.references(cases)
     systems: dict[str, Json] = {name: {} for name in part.systems}
     found: Json = {"inputs": subject.shapes, "systems": systems}
-    if part.device == "cuda":
-        found["floor"] = attempt(found, gpu.floor, subject, field="floor_error")
     calls: dict[str, Call] = {}
     for name, notes in systems.items():
         report({**found, "stage": f"preparing {name}"})
@@ -149,6 +147,8 @@ def speed(part: Part, report: Report) -> Json:
             calls[name] = made[0]
             notes.update(made[1])
     report({**found, "stage": MEASURING})
+    if part.device == "cuda":  # only now is the GPU this process's own
+        found["floor"] = attempt(found, gpu.floor, subject, field="floor_error")
     eager: list[float] = []
     with gpu.loaded(part.case.load) as load:
         for stage, (case, reference) in enumerate(zip(cases, exact, strict=True)):

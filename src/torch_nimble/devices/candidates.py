@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -65,9 +65,8 @@ class Candidates:
         watch = Watch(self.lowered, room.device)
         untimed = self.entry(plan, watch.before, watch.after)
         self._demands = watch.demands()
-        with alone():
-            total_us = _median_us(functools.partial(_replay, untimed.binding))
-            costs = self._costs(plan, total_us)
+        with alone(whole=True):
+            costs = self._costs(plan, _device_us(untimed.binding))
         graph = self.lowered.graph.with_costs(costs)
         self.lowered = dataclasses.replace(self.lowered, graph=graph)
         self.first = self.entry(serial(graph))
@@ -227,18 +226,23 @@ def _replay_several(entry: Entry) -> None:
 
 def _replay_in_a_row(entry: Entry) -> None:
     assert isinstance(entry, CudaEntry)
+    _replays_in_a_row(entry.binding)
+
+
+def _replays_in_a_row(binding: Binding) -> None:
     for _ in range(_REPLAYS_A_ROUND):
-        entry.binding.replay()
+        binding.replay()
     torch.cuda.current_stream().synchronize()
 
 
-def _median_us(run: Callable[[], None]) -> float:
+def _device_us(binding: Binding) -> float:
+    """What the GPU takes for a replay: in a row, launching the next one hides behind the one before."""
     seconds = []
-    for _ in range(_COST_ROUNDS):
+    for _ in range(_ROUNDS_IN_A_ROW):
         start = time.perf_counter()
-        run()
+        _replays_in_a_row(binding)
         seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds) * 1e6
+    return statistics.median(seconds) * 1e6 / _REPLAYS_A_ROUND
 
 
 def _allowed_bytes(trial: TrialRun, on_one_stream: int) -> float:
