@@ -19,7 +19,7 @@ from torch_nimble.plans import GraphFacts
 
 log = logging.getLogger("torch_nimble")
 
-_WORDS = ("", "candidate", "note", "reason", "remedy")
+_WORDS = ("", "candidate", "note", "error type", "inputs", "reason", "remedy")
 """Columns with words, which are aligned to the left."""
 
 
@@ -54,6 +54,26 @@ class Fallback:
     reason: str
     remedy: str
     calls: int = 0
+
+
+@dataclass
+class Refusal:
+    """An error that calls or `prepare()` ended with, and how many did."""
+
+    error: str
+    """The name of its class."""
+    reason: str
+    """Its message, which says what to do."""
+    calls: int = 0
+
+
+@dataclass
+class Eviction:
+    """A plan that was dropped because it fits the model no longer, and how often that happened."""
+
+    inputs: str
+    reason: str
+    plans: int = 0
 
 
 @dataclass(frozen=True)
@@ -129,6 +149,8 @@ class Explanation:
     signatures: tuple[SignatureAccount, ...]
     fallbacks: tuple[Fallback, ...]
     device: str = "cpu"
+    refusals: tuple[Refusal, ...] = ()
+    evictions: tuple[Eviction, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The same as JSON-ready data, with the candidates' times in microseconds."""
@@ -139,6 +161,8 @@ class Explanation:
             "closed": self.closed,
             "signatures": [_signature_dict(account) for account in self.signatures],
             "fallbacks": [asdict(fallback) for fallback in self.fallbacks],
+            "refusals": [asdict(refusal) for refusal in self.refusals],
+            "evictions": [asdict(eviction) for eviction in self.evictions],
         }
 
     def __rich__(self) -> RenderableType:
@@ -151,6 +175,12 @@ class Explanation:
         for fallback in self.fallbacks:
             parts.append(Text(f"{fallback.calls} calls ran eagerly: {fallback.reason}", style="yellow"))
             parts.append(Text(f"  {fallback.remedy}"))
+        for refusal in self.refusals:
+            parts.append(Text(f"{_calls(refusal.calls)} ended with {refusal.error}", style="yellow"))
+            parts.append(Text(f"  {refusal.reason}"))
+        for eviction in self.evictions:
+            said = f"{_plans(eviction.plans)} for {eviction.inputs} dropped: {eviction.reason}"
+            parts.append(Text(said, style="yellow"))
         return Group(*parts)
 
     def __str__(self) -> str:
@@ -171,6 +201,12 @@ class Explanation:
         if self.fallbacks:
             rows = [(str(f.calls), f.reason, f.remedy) for f in self.fallbacks]
             parts += [_html_table(("calls that ran eagerly", "reason", "remedy"), rows)]
+        if self.refusals:
+            rows = [(str(r.calls), r.error, r.reason) for r in self.refusals]
+            parts += [_html_table(("calls that were refused", "error type", "reason"), rows)]
+        if self.evictions:
+            rows = [(str(e.plans), e.inputs, e.reason) for e in self.evictions]
+            parts += [_html_table(("plans that were dropped", "inputs", "reason"), rows)]
         return f"<div>{''.join(parts)}</div>"
 
     def _states(self) -> list[str]:
@@ -313,6 +349,14 @@ def _html_table(header: Sequence[str], rows: Sequence[Sequence[str]], chosen: st
 
     body = "".join(line(row, "td", "bold" if chosen and chosen in row else "normal") for row in rows)
     return f"<table><thead>{line(header, 'th', 'bold')}</thead><tbody>{body}</tbody></table>"
+
+
+def _calls(count: int) -> str:
+    return f"{count} call{'s' * (count != 1)}"
+
+
+def _plans(count: int) -> str:
+    return "a plan" if count == 1 else f"{count} plans"
 
 
 def _time(microseconds: float) -> str:

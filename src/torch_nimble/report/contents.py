@@ -12,7 +12,15 @@ from typing import Any, Literal, get_args
 
 from torch_nimble.errors import OptionError
 from torch_nimble.execute.measure import Timing
-from torch_nimble.explain import Candidate, Explanation, Fallback, KindAccount, SignatureAccount
+from torch_nimble.explain import (
+    Candidate,
+    Eviction,
+    Explanation,
+    Fallback,
+    KindAccount,
+    Refusal,
+    SignatureAccount,
+)
 from torch_nimble.plans import Plan
 from torch_nimble.report.floors import times_by_kind
 from torch_nimble.report.measures import idle_share, with_times
@@ -56,6 +64,8 @@ class Report:
     """How the plan was prepared; None for a plan that was only made."""
     fallbacks: tuple[Fallback, ...] = ()
     race: Race | None = None
+    refusals: tuple[Refusal, ...] = ()
+    evictions: tuple[Eviction, ...] = ()
 
     @property
     def unit(self) -> str:
@@ -131,6 +141,8 @@ class Report:
             "speedup_over_eager": None if self.race is None else self.race.speedup,
             "memory_bytes": 0 if self.account is None else self.account.memory_bytes,
             "fallbacks": [asdict(fallback) for fallback in self.fallbacks],
+            "refusals": [asdict(refusal) for refusal in self.refusals],
+            "evictions": [asdict(eviction) for eviction in self.evictions],
             "notes": list(self.notes),
         }
 
@@ -166,6 +178,8 @@ def report_of(
         versions=versions(),
         account=account,
         fallbacks=explanation.fallbacks,
+        refusals=explanation.refusals,
+        evictions=explanation.evictions,
     )
 
 

@@ -126,13 +126,22 @@ def _versions(report: Report) -> list[str]:
 
 
 def _notices(report: Report) -> str:
-    """Notes, and what runs eagerly, with its reason and a remedy."""
+    """Notes; what runs eagerly, with its reason and a remedy; what was refused or dropped, and why."""
     notes = "".join(f"<li>{html.escape(note)}</li>" for note in report.notes)
     rows = tuple(
         (Cell(f.reason, f.reason), number(f.calls), word(f.remedy)) for f in report.fallbacks if f.calls
     )
     table = _table(Grid(("ran eagerly because", "calls", "remedy"), rows), "Calls that ran eagerly")
-    return (f'<ul class="notes">{notes}</ul>' if notes else "") + table
+    refused = tuple((Cell(r.reason, r.reason), word(r.error), number(r.calls)) for r in report.refusals)
+    dropped = tuple(
+        (Cell(e.reason, e.reason), word(e.inputs), number(e.plans)) for e in report.evictions
+    )
+    return (
+        (f'<ul class="notes">{notes}</ul>' if notes else "")
+        + table
+        + _table(Grid(("refused because", "error", "calls"), refused), "Calls that were refused")
+        + _table(Grid(("dropped because", "inputs", "plans"), dropped), "Plans that were dropped")
+    )
 
 
 # -------------------------------------------------------------------- timeline and graph
