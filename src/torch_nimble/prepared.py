@@ -14,7 +14,7 @@ from torch_nimble.devices import Device
 from torch_nimble.errors import StateError
 from torch_nimble.execute.autocast import autocast_off
 from torch_nimble.explain import KernelAccount, SignatureAccount
-from torch_nimble.flags import profiling
+from torch_nimble.flags import profiled
 from torch_nimble.lower.program import InputSlot
 from torch_nimble.options import Options
 from torch_nimble.prepare import Choice, Progress, prepare
@@ -84,7 +84,7 @@ class Prepared:
 
     def _in_profiles(self) -> contextlib.AbstractContextManager[Any]:
         """A range with a readable name, for whoever profiles."""
-        if not profiling():
+        if not profiled():
             return contextlib.nullcontext()
         return torch.profiler.record_function(self._label)
 
