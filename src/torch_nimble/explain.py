@@ -39,6 +39,23 @@ class Candidate:
     memory_bytes: int = 0
     """Memory for activations and workspaces, where that is planned."""
 
+    def to_dict(self, chosen: str) -> dict[str, Any]:
+        """The same as JSON-ready data; `chosen` is the name of the one that won."""
+        timing = self.timing
+        return {
+            "name": self.name,
+            "streams": self.streams,
+            "waits": self.waits,
+            "threads": self.threads,
+            "median_us": None if timing is None else timing.median_us,
+            "spread": None if timing is None else timing.spread,
+            "rounds": 0 if timing is None else len(timing.rounds_s),
+            "relative_error": self.error,
+            "chosen": self.name == chosen,
+            "memory_bytes": self.memory_bytes or None,
+            "note": self.note,
+        }
+
 
 def not_tried(name: str, reason: BaseException | str) -> Candidate:
     """An alternative that could not be had, and why."""
@@ -223,22 +240,8 @@ class Explanation:
 
 def _signature_dict(account: SignatureAccount) -> dict[str, Any]:
     entry = asdict(account)
-    entry["candidates"] = [
-        {
-            "name": c.name,
-            "streams": c.streams,
-            "waits": c.waits,
-            "threads": c.threads,
-            "median_us": None if c.timing is None else c.timing.median_us,
-            "spread": None if c.timing is None else c.timing.spread,
-            "rounds": 0 if c.timing is None else len(c.timing.rounds_s),
-            "relative_error": c.error,
-            "chosen": c.name == account.chosen,
-            "memory_bytes": c.memory_bytes,
-            "note": c.note,
-        }
-        for c in account.candidates
-    ]
+    entry["candidates"] = [c.to_dict(account.chosen) for c in account.candidates]
+    entry["memory_bytes"] = account.memory_bytes or None
     return entry
 
 

@@ -10,7 +10,7 @@ from typing import Any, get_args
 from rich.console import Console
 
 from torch_nimble.errors import OptionError
-from torch_nimble.planning import make_plan
+from torch_nimble.planning import make_plan, sentence
 from torch_nimble.report import Race, Report, Times, save_page, save_trace
 from torch_nimble.report.contents import report_of_plan
 from torch_nimble.targets import device_of, is_graph_file, load_target
@@ -60,14 +60,16 @@ def _of_graph(wanted: Wanted, console: Console) -> Report:
         raise OptionError("--simulate is for a GPU that is not here, and --device for one that is")
     made = make_plan(wanted.target, wanted.inputs, wanted.dtype, None, console, wanted.gpu)
     if made.gpu is None:
-        return report_of_plan(wanted.target, made.graph, made.plan)
+        return report_of_plan(wanted.target, made.graph, made.plan, inputs=made.inputs)
     return report_of_plan(
         wanted.target,
         made.graph,
         made.plan,
         timeline=made.gpu.timeline(made.graph, made.plan),
         device=f"{made.gpu.name}, estimated",
-        notes=(made.gpu.account(),),
+        notes=(sentence(made.gpu.account()),),
+        simulated=made.candidates,
+        inputs=made.inputs,
     )
 
 

@@ -41,6 +41,15 @@ class Target:
     kwargs: dict[str, Any]
     source: str
 
+    def inputs(self) -> str:
+        """Shapes and dtypes of the example inputs, in words."""
+        from torch_nimble.tree import flatten_inputs
+
+        return ", ".join(
+            f"{'x'.join(map(str, t.shape)) or 'scalar'} {str(t.dtype).removeprefix('torch.')}"
+            for t in flatten_inputs(self.args, self.kwargs)[0]
+        )
+
 
 def is_graph_file(target: str) -> bool:
     """Whether the target is a file with a task graph."""

@@ -66,6 +66,10 @@ class Report:
     race: Race | None = None
     refusals: tuple[Refusal, ...] = ()
     evictions: tuple[Eviction, ...] = ()
+    simulated: tuple[Candidate, ...] = ()
+    """The plans that this one was compared with where nothing was raced, their times simulated."""
+    inputs: str = ""
+    """Shapes and dtypes that the plan was made for, if they are known."""
 
     @property
     def unit(self) -> str:
@@ -75,14 +79,22 @@ class Report:
 
     @cached_property
     def longest(self) -> tuple[float, tuple[str, ...]]:
-        """Length and tasks of the longest path, by the times of this timeline."""
-        return critical_path(with_times(self.graph, self.timeline))
+        """Length and tasks of the longest path, by the times of this timeline.
+
+        Estimated ones are those that tasks take by themselves: no plan has less than that path, while in
+        the timeline tasks that share the device have slowed each other down.
+        """
+        return critical_path(self._timed_graph)
+
+    @cached_property
+    def _timed_graph(self) -> TaskGraph:
+        return self.graph if self.times == "estimated" else with_times(self.graph, self.timeline)
 
     @cached_property
     def kinds(self) -> tuple[KindAccount, ...]:
         """Where the time of this timeline goes; with floors only if it was measured."""
         device = self.device if self.times == "measured" else ""
-        return times_by_kind(with_times(self.graph, self.timeline), device)
+        return times_by_kind(self._timed_graph, device)
 
     @property
     def ratio(self) -> float:
@@ -93,6 +105,11 @@ class Report:
     def idle(self) -> float:
         """Which part of the streams' time no task runs in."""
         return idle_share(self.timeline)
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """The plans that were raced, or else those that were simulated."""
+        return self.simulated if self.account is None else self.account.candidates
 
     @property
     def chosen(self) -> Candidate | None:
@@ -139,7 +156,11 @@ class Report:
             "call_us": self.call_us,
             "speedup_over_one_stream": self.over_one_stream,
             "speedup_over_eager": None if self.race is None else self.race.speedup,
-            "memory_bytes": 0 if self.account is None else self.account.memory_bytes,
+            "candidates": [c.to_dict(self.plan.planner) for c in self.simulated]
+            if self.account is None
+            else [c.to_dict(self.account.chosen) for c in self.account.candidates],
+            "inputs": self.inputs,
+            "memory_bytes": None if self.account is None else self.account.memory_bytes or None,
             "fallbacks": [asdict(fallback) for fallback in self.fallbacks],
             "refusals": [asdict(refusal) for refusal in self.refusals],
             "evictions": [asdict(eviction) for eviction in self.evictions],
@@ -180,6 +201,7 @@ def report_of(
         fallbacks=explanation.fallbacks,
         refusals=explanation.refusals,
         evictions=explanation.evictions,
+        inputs=account.inputs,
     )
 
 
@@ -191,6 +213,8 @@ def report_of_plan(
     timeline: Timeline | None = None,
     device: str = "",
     notes: tuple[str, ...] = (),
+    simulated: tuple[Candidate, ...] = (),
+    inputs: str = "",
 ) -> Report:
     """The report of a plan that is not run, its times simulated, or estimated if a timeline is given.
 
@@ -205,6 +229,8 @@ def report_of_plan(
         notes=notes,
         device=device,
         versions=versions(),
+        simulated=simulated,
+        inputs=inputs,
     )
 
 

@@ -45,7 +45,12 @@ def page_of(report: Report) -> str:
         ("graph", "Graph by stream", _GRAPH, _view(report, views, "graph")),
         ("kinds", "Where the time goes", _about_kinds(report), _table(_kinds(report), "Times")),
         ("tasks", "Tasks", "", _tasks(report, views)),
-        ("candidates", "Candidates", _CANDIDATES, _table(_candidates(report), "Candidates")),
+        (
+            "candidates",
+            "Candidates",
+            _about_candidates(report),
+            _table(_candidates(report), "Candidates"),
+        ),
         ("preparation", "Preparation", "", _table(_stages(report), "Preparation")),
         ("conditions", "Conditions", "", _table(_conditions(report), "Conditions")),
     ]
@@ -74,6 +79,15 @@ _FLOOR = (
 _CANDIDATES = (
     "Plans that were compared with eager and raced on this machine, in interleaved rounds; the fastest "
     "was chosen, and of two that are equally fast the one with fewer streams."
+)
+_SIMULATED = (
+    "Plans whose times were simulated with the same cost model; the one that would take least is shown. "
+    "None of them was run."
+)
+_BY_THEMSELVES = (
+    "These are the times that tasks take by themselves, and so is the critical path's length. In the "
+    "timeline and the table of tasks those that run together and want more than the whole device take "
+    "longer."
 )
 _CARD = (
     '<aside id="card" aria-live="polite" hidden><button type="button" aria-label="Close">×</button>'
@@ -105,6 +119,9 @@ def _tiles(report: Report) -> Iterable[tuple[str, str, str]]:
     if alone is not None:
         how = report.times if account is None else "in the race of candidates"
         yield f"{alone:.2f}×", f"as fast as the best plan on one stream, {how}", "lead"
+    if account is None:
+        what = "all tasks on these streams take" if report.unit == "tasks" else "the plan takes"
+        yield _amount(report.timeline.total_us, report.unit), f"{what}, {report.times}", "lead"
     if race is None and report.call_us is not None:
         yield _time(report.call_us), "a pass of the plan, as a caller waits for it", ""
     plan, waits = report.plan, report.plan.waits
@@ -221,7 +238,12 @@ def _about_kinds(report: Report) -> str:
         return _FLOOR
     if report.times == "measured":
         return f"No floor is shown, since the rates of {report.device or 'the device'} are not known."
-    return f"No floor is shown, since times are {report.times}, not measured."
+    said = f"No floor is shown, since times are {report.times}, not measured."
+    return f"{said} {_BY_THEMSELVES}" if report.times == "estimated" else said
+
+
+def _about_candidates(report: Report) -> str:
+    return _SIMULATED if report.account is None else _CANDIDATES
 
 
 def _kinds(report: Report) -> Grid:
@@ -278,9 +300,7 @@ def _without_folder(origin: str) -> str:
 
 
 def _candidates(report: Report) -> Grid:
-    if report.account is None:
-        return Grid((), ())
-    chosen = report.account.chosen
+    chosen = report.plan.planner if report.account is None else report.account.chosen
     rows = tuple(
         (
             Cell(f"→ {c.name}" if c.name == chosen else c.name, c.name, "ours" * (c.name == chosen)),
@@ -288,14 +308,15 @@ def _candidates(report: Report) -> Grid:
             number(c.waits),
             number(c.threads or None),
             number(c.timing.median_us if c.timing else None, ",.1f"),
-            number(100 * c.timing.spread if c.timing else None, ".0f", " %"),
+            number(100 * c.timing.spread if c.timing and report.account else None, ".0f", " %"),
             number(c.error, ".1e"),
             number(c.memory_bytes / 2**20 if c.memory_bytes else None, ".1f"),
             word(c.note),
         )
-        for c in report.account.candidates
+        for c in report.candidates
     )
-    header = ("candidate", "streams", "waits", "threads a stream", "median, µs", "spread", "error")
+    took = f"{report.times}, µs" if report.account is None else "median, µs"
+    header = ("candidate", "streams", "waits", "threads a stream", took, "spread", "error")
     return _without_empty(Grid((*header, "memory, MiB", "note"), rows))
 
 
@@ -323,11 +344,10 @@ def _stages(report: Report) -> Grid:
 
 def _conditions(report: Report) -> Grid:
     facts, account = report.plan.facts, report.account
-    said: list[tuple[str, object]] = [("model", report.model)]
+    said: list[tuple[str, object]] = [("model", report.model), ("inputs", report.inputs)]
     if account is not None:
         changed = ", ".join(f"{name} {count}" for name, count in account.passes.items() if count)
         said += [
-            ("inputs", account.inputs),
             ("calls so far", account.calls),
             ("tasks are", account.tasks_are),
             ("changed by passes", changed),
