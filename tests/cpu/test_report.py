@@ -221,7 +221,11 @@ def mine(tmp_path: Path) -> Iterator[Path]:
         "    def forward(self, x):\n"
         "        return (x @ x) + (x @ (x + 1)) + (x @ (x + 2)) + (x @ (x + 3))\n"
         "many = Many()\n"
+        "def fails():\n"
+        "    raise ValueError('no weights')\n"
     )
+    (tmp_path / "broken.py").write_text("import math\nmath.inf / 0\n")
+    (tmp_path / "taken").mkdir()
     yield tmp_path
     sys.modules.pop("mine", None)
 
@@ -317,6 +321,14 @@ def test_plan_and_report_agree_on_an_estimate(mine: Path, monkeypatch: pytest.Mo
     assert report.ratio == pytest.approx(made.simulated_us / made.plan.facts.critical_path_us)
 
 
+def test_a_wish_that_is_refused_leaves_files_as_they_were(mine: Path) -> None:
+    (mine / "old.html").write_text("old")
+    done = run("report", "no.json", "--out", str(mine / "old.html"), "--trace", str(mine / "new.json"))
+    assert done.returncode == 1
+    assert (mine / "old.html").read_text() == "old"
+    assert not (mine / "new.json").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -326,6 +338,17 @@ def test_plan_and_report_agree_on_an_estimate(mine: Path, monkeypatch: pytest.Mo
         (["graph.json", "--times", "guessed"], ["guessed", "measured or simulated"]),
         (["mine:model", "--input", "2x3", "--device", "cuda"], ["--device cuda"]),
         (["graph.json", "--out", "no/such/folder.html"], ["no/such/folder.html"]),
+        (["graph.json", "--out", "taken"], ["cannot write 'taken'"]),
+        (["graph.json", "--trace", "taken"], ["cannot write 'taken'"]),
+        (["mine:many", "--input", "8x8", "--out", "taken"], ["cannot write 'taken'"]),
+        (
+            ["broken:model", "--input", "8x8"],
+            ["cannot import 'broken'", "ZeroDivisionError", "broken.py:2"],
+        ),
+        (
+            ["mine:fails", "--input", "8x8"],
+            ["calling 'mine:fails'", "ValueError: no weights", "mine.py:11"],
+        ),
     ],
 )
 def test_wrong_wishes_get_one_clear_line(
