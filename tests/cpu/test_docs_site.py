@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 import warnings
@@ -30,7 +31,8 @@ DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.glob("*.md"), ROOT / "README.md"])
 BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
-# What a block may say that it needs, in its title, and whether that is here.
+# What a block may say that it needs, in its title, and whether that is here. The first run in
+# tests/gpu/test_docs.py; `make test` installs timm; the last has a test of its own.
 NEEDS = {
     "needs a GPU": torch.cuda.is_available,
     "needs timm": lambda: importlib.util.find_spec("timm") is not None,
@@ -102,6 +104,37 @@ def test_the_code_of_a_page_runs(
 def test_few_blocks_need_what_may_not_be_here() -> None:
     needs = [need_of(title) for page in PAGES for title, _, _ in blocks(page, "python")]
     assert len([need for need in needs if need]) <= MOST_BLOCKS_WITH_NEEDS
+
+
+def test_the_block_for_several_processes_runs_in_two(tmp_path: Path) -> None:
+    """As the page has it, with another way to talk and a step where the page has dots."""
+    page = DOCS / "training.md"
+    (shown,) = (code for title, code, _ in blocks(page, "python") if "several processes" in title)
+    assert shown.count("\n...\n") == shown.count('"nccl"') == 1
+    run = shown.replace('"nccl"', '"gloo"').replace("\n...\n", "\nloss, hits = step(x, target)\n")
+    script = tmp_path / "processes.py"
+    script.write_text(blocks(page, "python")[0][1] + "step.close()\n" + run)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env={
+                **os.environ,
+                **place,
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "CUDA_VISIBLE_DEVICES": "",
+            },
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in started:
+        _, said = process.communicate(timeout=200)
+        assert process.returncode == 0, said
 
 
 def commands() -> list[tuple[str, list[str]]]:
