@@ -22,7 +22,7 @@ import torch
 import typer
 
 import torch_nimble
-from torch_nimble import compat, schedule, zoo
+from torch_nimble import compat, errors, schedule, zoo
 from torch_nimble.cli import app
 from torch_nimble.zoo import libraries
 
@@ -215,7 +215,7 @@ def quoted_messages() -> list[str]:
     text = (DOCS / "troubleshooting.md").read_text()
     rows = re.findall(r"^\| `(.+?)`(?: \(`\w+`\))? \|", text, re.MULTILINE)
     assert len(rows) > 60
-    return rows
+    return [quoted for row in rows for quoted in row.split("`, `")]
 
 
 @pytest.mark.parametrize("quoted", quoted_messages())
@@ -226,6 +226,60 @@ def test_quoted_messages_are_in_the_source(quoted: str) -> None:
 def test_a_message_that_is_not_there_is_not_found() -> None:
     assert not any(is_quoted_from(message, "the moon is made of …") for message in messages())
     assert not is_quoted_from(f"a {_GAP} b", "b … a")
+
+
+# What is raised with these names is shown to users. A LoweringError is not: another lowering is tried,
+# and its text is the reason in "kernels cannot be fused: …" and the like.
+SHOWN = {
+    *(name for name in vars(errors) if name.endswith("Error") and name != "LoweringError"),
+    "RefusedError",
+    "FloatingPointError",
+    "warn",
+    "_fall_back",
+    "_refuse",
+}
+
+
+def shown_messages() -> dict[str, list[str]]:
+    """By its place in the source, the texts of each error and warning, of which one has to be quoted."""
+    found: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call):
+                continue
+            name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            told = node.args[1:2] if name == "_refuse" else node.args[:1]  # which has a signature first
+            texts = [text for argument in told for text in texts_of(argument)]
+            if name in SHOWN and texts:
+                found[f"{path.name}:{node.lineno} {name}"] = texts
+    return found
+
+
+def texts_of(node: ast.expr) -> list[str]:
+    """The texts that an expression may be, with gaps; none if it is a value from elsewhere."""
+    if isinstance(node, ast.JoinedStr):
+        return ["".join(str(p.value) if isinstance(p, ast.Constant) else _GAP for p in node.values)]
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return [node.value]
+    if isinstance(node, ast.IfExp):
+        return [*texts_of(node.body), *texts_of(node.orelse)]
+    if isinstance(node, ast.BinOp):
+        rights = texts_of(node.right) or [_GAP]
+        return [left + right for left in texts_of(node.left) for right in rights]
+    return []
+
+
+def test_every_message_of_the_source_is_in_the_troubleshooting() -> None:
+    quotes = quoted_messages()
+    shown = shown_messages()
+    assert len(shown) > 150
+    missing = {
+        place: texts
+        for place, texts in shown.items()
+        if not any(is_quoted_from(text, quoted) for text in texts for quoted in quotes)
+    }
+    assert not missing, "docs/troubleshooting.md has no row for these"
 
 
 def test_every_public_error_is_in_the_troubleshooting() -> None:
