@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import inspect
 import itertools
 import logging
 import os
@@ -12,6 +13,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import typing
 import warnings
 from collections.abc import Iterator
 from functools import cache
@@ -180,6 +182,27 @@ def test_every_public_name_has_a_place_in_the_reference() -> None:
         for name in module.__all__:
             assert f"{module.__name__}.{name}" in shown, f"docs/api.md has no place for {name}"
     assert f"{compat.__name__}.Nimble" in shown
+
+
+def test_what_public_methods_return_has_a_place_in_the_reference() -> None:
+    shown = set(re.findall(r"^::: (\S+)$", (DOCS / "api.md").read_text(), re.MULTILINE))
+    returned = {
+        typing.get_type_hints(method).get("return")
+        for owner in (torch_nimble.Engine, torch_nimble.TrainingStep)
+        for name, method in inspect.getmembers(owner, inspect.isfunction)
+        if not name.startswith("_")
+    }
+    classes = {kind for kind in returned if isinstance(kind, type) and kind.__module__ in sys.modules}
+    ours = {kind for kind in classes if kind.__module__.startswith("torch_nimble")}
+    assert torch_nimble.Explanation in ours
+    for kind in ours:
+        assert any(f"{module}.{kind.__name__}" in shown for module in places_of(kind)), kind
+
+
+def places_of(kind: type) -> list[str]:
+    """Modules that it may be imported from: its own and those around it."""
+    parts = kind.__module__.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
 
 
 # -------------------------------------------------------------------- messages
