@@ -44,7 +44,7 @@ def page_of(report: Report) -> str:
         ("timeline", "Timeline", _how(report), _view(report, views, "timeline")),
         ("graph", "Graph by stream", _GRAPH, _view(report, views, "graph")),
         ("kinds", "Where the time goes", _about_kinds(report), _table(_kinds(report), "Times")),
-        ("tasks", "Tasks", "", _tasks(report, views)),
+        ("tasks", "Tasks", _TASKS, _tasks(report, views)),
         (
             "candidates",
             "Candidates",
@@ -69,6 +69,10 @@ def page_of(report: Report) -> str:
 _GRAPH = (
     "Each task as far to the right as tasks come before it, one after another. Along a lane tasks "
     "follow each other; curves are waits, the only other order there is."
+)
+_TASKS = (
+    "A click on a row shows its task in the timeline, and so does Enter; arrow keys go from row to row "
+    "once one has the focus."
 )
 _FLOOR = (
     "The floor is the least time for this work at the rates of the GPU's data sheet: for each task to "
