@@ -152,7 +152,9 @@ class Prepared:
                 name: tensor.clone() if name in state else tensor
                 for name, tensor in executable.constants.items()
             }
-            return self.device.timeline(executable, constants, inputs)
+            timing = next(c.timing for c in self.choice.candidates if c.name == self.choice.chosen)
+            call_us = None if timing is None else timing.median_us
+            return self.device.timeline(executable, constants, inputs, call_us)
 
     def account(self) -> SignatureAccount:
         """What `explain()` says about this signature."""

@@ -90,6 +90,14 @@ def test_the_pass_of_middle_length_is_taken_as_it_was() -> None:
     assert [(s.start_us, s.end_us) for s in timeline.spans] == [(0.0, 4.0), (5.0, 11.0)]
 
 
+def test_where_a_call_s_time_is_known_the_nearest_pass_is_taken_as_it_was() -> None:
+    graph = nimble.TaskGraph.from_edges([nimble.Task("a"), nimble.Task("b")], [("a", "b")])
+    passes = [{"a": (5.0, 5.0 + k), "b": (6.0 + k, 8.0 + 2 * k)} for k in (9, 1, 4)]
+    for call_us, k in ((0.0, 1), (12.0, 4), (1000.0, 9)):
+        timeline = middle_pass(serial(graph), passes, call_us)
+        assert timeline.total_us == 3.0 + 2 * k
+
+
 def test_a_report_changes_nothing_and_shows_a_real_pass(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Net().eval()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -31,6 +31,8 @@ Times = Literal["measured", "simulated"]
 """What one can ask for."""
 Source = Literal["measured", "simulated", "estimated"]
 """Where times come from; estimated ones are those of a device that is not here."""
+_MUCH_LONGER = 1.2
+"""So many times a call's time a pass that was measured may take without a word."""
 _PACKAGES = ("torch-nimble", "torch", "triton")
 
 
@@ -188,7 +190,7 @@ def report_of(
         except RuntimeError as reason:  # too little memory for a second capture; inputs it cannot take
             said = str(reason).strip().splitlines()[0]
             notes = (f"The pass to be measured failed, so times are simulated: {said}", *notes)
-    return Report(
+    made = Report(
         model=explanation.model,
         graph=graph,
         plan=plan,
@@ -202,6 +204,19 @@ def report_of(
         refusals=explanation.refusals,
         evictions=explanation.evictions,
         inputs=account.inputs,
+    )
+    return replace(made, notes=(*_slowness(made), *notes))
+
+
+def _slowness(report: Report) -> tuple[str, ...]:
+    """A note if the pass that is shown took much longer than a call."""
+    took, call_us = report.timeline.total_us, report.call_us
+    if report.times != "measured" or call_us is None or took <= _MUCH_LONGER * call_us:
+        return ()
+    return (
+        f"The pass in the timeline took {took / call_us:.1f} times as long as a call in the race of "
+        "candidates, and no other pass came nearer: the machine was busier than then, or tasks are so "
+        "short that noting their times weighs. What takes long may be seen in it, but not how long.",
     )
 
 

@@ -20,9 +20,9 @@ from torch_nimble.report.kinds import KINDS
 from torch_nimble.report.tasks import TaskView, task_views
 
 _HOW = {
-    "measured": "Measured: one real pass over the plan on made-up inputs (of several, the one of middle "
-    "length), the start and end of each task noted where it ran. Noting takes a little time itself, so "
-    "the pass is somewhat longer than a call.",
+    "measured": "Measured: one real pass over the plan on made-up inputs (of several, the one that took "
+    "most nearly as long as a call), the start and end of each task noted where it ran. Noting takes a "
+    "little time itself.",
     "simulated": "Simulated: each task takes the time it took by itself, begins as soon as the plan "
     "lets it, and slows no other task down.",
     "estimated": "Estimated: each task takes what a cost model says, begins as soon as the plan lets "
