@@ -5,6 +5,7 @@ Exit codes: 0 done; 1 the command failed or results disagree; 2 it was called wr
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import sys
@@ -26,9 +27,27 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+
+def _networks(incomplete: str) -> list[str]:
+    """What a target may go on with, for the shell."""
+    from torch_nimble.zoo import NAMES
+
+    return [name for name in NAMES if name.startswith(incomplete)]
+
+
+def _gpus(incomplete: str) -> list[str]:
+    from torch_nimble.estimate import GPUS
+
+    return [name for name in GPUS if name.startswith(incomplete)]
+
+
 # Options that several commands have.
 Target = Annotated[
-    str, typer.Argument(help="A network of the zoo, package.module:name, or a task graph's .json.")
+    str,
+    typer.Argument(
+        help="A network of the zoo, package.module:name, or a task graph's .json.",
+        autocompletion=_networks,
+    ),
 ]
 Shapes = Annotated[
     list[str] | None,
@@ -40,7 +59,11 @@ DeviceName = Annotated[
 ]
 SimulatedGpu = Annotated[
     str | None,
-    typer.Option("--simulate", help="A GPU that need not be here, such as h200: estimate times for it."),
+    typer.Option(
+        "--simulate",
+        help="A GPU that need not be here, such as h200: estimate times for it.",
+        autocompletion=_gpus,
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
@@ -265,6 +288,9 @@ def doctor(
 
 def main() -> None:
     """Run the command line; our own errors are one line, not a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that has no µ gets a question mark
+            stream.reconfigure(errors="replace")
     try:
         app()
     except NimbleError as error:

@@ -77,7 +77,7 @@ def make_plan(
     if is_graph_file(target) and (inputs or dtype):
         raise OptionError("--input and --dtype are for networks; a task graph's file has its own sizes")
     if gpu_name is not None:
-        return _plan_for_gpu(target, inputs, dtype, lanes, console, load_gpu(gpu_name))
+        return _plan_for_gpu(target, inputs, dtype, lanes, console, load_gpu(gpu_name.lower()))
     said = ""
     if is_graph_file(target):
         graph = TaskGraph.load(target)
@@ -167,7 +167,7 @@ def show_plan(made: MadePlan, console: Console) -> None:
         grid.add_row(label, value)
     console.print(grid)
     if made.gpu is not None:
-        console.print(sentence(made.gpu.account()))
+        console.print(sentence(made.gpu.account()), soft_wrap=True)
         console.print(_candidates_table(made))
     table = Table("stream", "tasks", "waits", "first", "last", box=None, pad_edge=False)
     by_stream: dict[int, list[str]] = {}

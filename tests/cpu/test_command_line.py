@@ -96,6 +96,34 @@ def test_ctrl_c_leaves_no_traceback() -> None:
     assert "Traceback" not in said
 
 
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [("plan nasnet", "nasnet-a-mobile"), ("report --simulate h", "h200")],
+)
+def test_completion_offers_values(typed: str, offered: str) -> None:
+    asked = {"COMP_WORDS": f"torch-nimble {typed}", "COMP_CWORD": str(len(typed.split()))}
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys; sys.argv[0] = 'torch-nimble'; from torch_nimble.cli import app; app()",
+        ],
+        env={**os.environ, **asked, "_TORCH_NIMBLE_COMPLETE": "complete_bash"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert offered in done.stdout.split()
+
+
+def test_a_terminal_of_plain_ascii_gets_question_marks(graph_file: Path) -> None:
+    graph = {"tasks": [{"name": "ä", "cost_us": 1.0}], "edges": []}
+    graph_file.write_text(json.dumps(graph))
+    done = run("plan", str(graph_file), PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+    assert "1 ?s" in done.stdout
+
+
 def test_completion_completes() -> None:
     asked = {"COMP_WORDS": "torch-nimble do", "COMP_CWORD": "1"}
     script = "import sys; sys.argv[0] = 'torch-nimble'; from torch_nimble.cli import main; main()"

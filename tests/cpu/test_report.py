@@ -317,7 +317,7 @@ def test_plan_and_report_agree_on_an_estimate(mine: Path, monkeypatch: pytest.Mo
     """Tasks that share the device take longer in the timeline; the critical path is theirs alone."""
     monkeypatch.chdir(mine)
     console = Console(file=io.StringIO())
-    made = make_plan("mine:many", ["2048x2048"], "fp16", 4, console, "h200")
+    made = make_plan("mine:many", ["2048x2048"], "fp16", 4, console, "H200")
     assert made.gpu is not None
     timeline = made.gpu.timeline(made.graph, made.plan)
     report = report_of_plan("mine", made.graph, made.plan, timeline=timeline)

@@ -323,6 +323,14 @@ def test_a_pass_that_took_much_longer_than_a_call_is_noted() -> None:
     assert told[0] == account().notes
 
 
+def test_a_kind_with_little_time_is_not_said_to_have_none() -> None:
+    tasks = [Task("a", "aten.mm.default", cost_us=1000.0), Task("b", "aten.relu.default", cost_us=1.0)]
+    graph = TaskGraph.from_edges(tasks, [("a", "b")])
+    page = page_of(report_of_plan("net", graph, schedule.serial(graph)))
+    assert "elementwise <b>&lt;1%</b>" in page
+    assert "matrix product <b>100%</b>" in page
+
+
 def test_simulated_times_need_no_pass() -> None:
     def fail() -> Timeline:
         raise AssertionError("nothing was to be run")

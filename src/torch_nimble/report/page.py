@@ -175,7 +175,7 @@ def _view(report: Report, views: tuple[TaskView, ...], name: str) -> str:
         "task, plus and minus zoom, shift with an arrow key pans, 0 shows all, Enter goes to the table."
     )
     legend = "".join(
-        f'<li><i style="background:var(--k{KINDS.index(kind)})"></i>{kind} <b>{share:.0%}</b></li>'
+        f'<li><i style="background:var(--k{KINDS.index(kind)})"></i>{kind} <b>{_part(share)}</b></li>'
         for kind, share in _shares(report).items()
     )
     return (
@@ -237,11 +237,17 @@ def _shares(report: Report) -> dict[str, float]:
     return {kind.kind: kind.us / total if total else 0.0 for kind in report.kinds}
 
 
+def _part(share: float) -> str:
+    """A share in percent; what is there is never none."""
+    return f"{share:.0%}" if share >= 0.005 or not share else "&lt;1%"
+
+
 def _about_kinds(report: Report) -> str:
     if any(kind.floor_us is not None for kind in report.kinds):
         return _FLOOR
     if report.times == "measured":
-        return f"No floor is shown, since the rates of {report.device or 'the device'} are not known."
+        device = f" ({report.device})" if report.device else ""
+        return f"No floor is shown, since the rates of this device{device} are not known."
     said = f"No floor is shown, since times are {report.times}, not measured."
     return f"{said} {_BY_THEMSELVES}" if report.times == "estimated" else said
 
