@@ -184,6 +184,8 @@ class Planned(ABC):
                 return known
             if known is not None:
                 self._close(signature)
+            if not all(other.watch.unchanged() for other in self._prepared.values()):
+                self.update_weights()  # what was folded for them is not to be used again
             device = self._device(tensors)
             if device is None:
                 return None

@@ -5,8 +5,10 @@ in place are seen by themselves. Values folded from them (a convolution with its
 stale. At each call (on a GPU after the launch) the engine compares, for every tensor it depends on,
 whether the model still holds that very tensor, where its memory lies and whether its version counter
 moved; if so, the folded values are made anew. Tensors made in inference mode have no counter.
-Steps of optimizers are counted too, for fused ones move no counter. Writes through `.data` or a numpy
-array that shares the memory move none either and cannot be seen: `update_weights()` is for those.
+Steps of optimizers are counted too, for fused ones move no counter. Batch norms in training mode move none
+of their statistics', but they count their batches, and nobody trains without a change of modes. Writes
+through `.data` or a numpy array that shares the memory move none either and cannot be seen:
+`update_weights()` is for those.
 """
 
 from __future__ import annotations
@@ -273,6 +275,7 @@ class Watch:
     def __init__(
         self, sources: Mapping[str, Source], state: frozenset[str], modules: Iterable[nn.Module]
     ) -> None:
+        modules = list(modules)
         tensors = {name: source.tensor() for name, source in sources.items()}
         # Tied weights stand in several tables; replacing any of them changes the model.
         used = {id(tensor) for tensor in tensors.values()}
@@ -294,6 +297,9 @@ class Watch:
             if tensor is not None and name not in state and not tensor.is_inference()
         ]
         self._versions = list(map(_VERSION, self._counted))
+        own_state = {id(tensors[name]) for name in state}
+        self._batches = [t for t in _batches_of(modules) if id(t) not in own_state]
+        self._batch_versions = list(map(_VERSION, self._batches))
         self._located = [tensor for tensor in tensors.values() if tensor is not None]
         self._addresses = list(map(_DATA_PTR, self._located))
         self._places = list(range(len(self._located)))
@@ -317,7 +323,7 @@ class Watch:
             if not self._holds_the_same():
                 return False
             self._touched = now
-        return self.as_they_were()
+        return self._batch_versions == list(map(_VERSION, self._batches)) and self.as_they_were()
 
     def _holds_the_same(self) -> bool:
         """Whether tables that somebody has touched have the same tensors in them."""
@@ -334,6 +340,12 @@ class Watch:
     def fits(self) -> bool:
         """Whether what the model holds now has the shapes, dtypes and devices the plan was made for."""
         return self._looks == _looks(self._now()) and self._names == self._names_now()
+
+
+def _batches_of(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
+    """Where batch norms count batches: when they write their statistics, this is what moves a version."""
+    found = (module._buffers.get("num_batches_tracked") for module in modules)
+    return [tensor for tensor in found if tensor is not None and not tensor.is_inference()]
 
 
 def _are(held: list[Any], now: list[Any]) -> bool:

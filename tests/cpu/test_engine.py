@@ -17,6 +17,7 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 import torch_nimble as nimble
 from cpu.helpers import (
@@ -238,6 +239,24 @@ def test_changed_weights_are_taken_in_at_the_next_call(model: nn.Module, name: s
         after = fast(x)
         assert_close(after, eager(model, x))
         assert not torch.allclose(after, before, atol=1e-3)
+
+
+@pytest.mark.parametrize("layers", [(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), (nn.BatchNorm2d(3),)])
+def test_statistics_of_an_eager_pass_in_training_mode_are_taken_in(
+    layers: tuple[nn.Module, ...],
+) -> None:
+    calibrated = nn.Sequential(*map(copy.deepcopy, layers)).eval()
+    with nimble.compile(calibrated, (image(),)) as fast:
+        for shift in (3.0, -5.0):
+            calibrated.train()
+            calibrated(image() * 3 + shift)
+            calibrated.eval()
+            x, larger = image(), image(3)
+            assert_close(fast(x), eager(calibrated, x))
+            calibrated.train()
+            functional_call(calibrated, dict(calibrated.named_buffers()), (image() * 2 - shift,))
+            calibrated.eval()
+            assert_close(fast(larger), eager(calibrated, larger))  # a shape of its own, the first time
 
 
 def test_writes_through_data_are_taken_in_by_update_weights(model: nn.Module) -> None:
