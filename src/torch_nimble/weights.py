@@ -4,9 +4,9 @@ Parameters and buffers that tasks read as they are stay references to the model'
 in place are seen by themselves. Values folded from them (a convolution with its batch norm) can go
 stale. At each call (on a GPU after the launch) the engine compares, for every tensor it depends on,
 whether the model still holds that very tensor, where its memory lies and whether its version counter
-moved; if so, the folded values are made anew. Tensors made in inference mode have no counter.
-Steps of optimizers are counted too, for fused ones move no counter. Batch norms in training mode move none
-of their statistics', but they count their batches, and nobody trains without a change of modes. Writes
+moved; if so, the folded values are made anew. Tensors made in inference mode have no counter. Steps of
+optimizers are counted too, for fused ones move no counter. Batch norms in training mode move none of
+their statistics', but they count their batches, and nobody trains without a change of modes. Writes
 through `.data` or a numpy array that shares the memory move none either and cannot be seen:
 `update_weights()` is for those.
 """
@@ -343,7 +343,7 @@ class Watch:
 
 
 def _batches_of(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
-    """Where batch norms count batches: when they write their statistics, this is what moves a version."""
+    """Where batch norms count batches: to write their statistics moves the version of this alone."""
     found = (module._buffers.get("num_batches_tracked") for module in modules)
     return [tensor for tensor in found if tensor is not None and not tensor.is_inference()]
 
