@@ -35,7 +35,7 @@ from torch_nimble.errors import (
 )
 from torch_nimble.explain import Explanation
 from torch_nimble.fallbacks import Fallbacks, level_of_caller
-from torch_nimble.flags import numeric_flags
+from torch_nimble.flags import flags_on
 from torch_nimble.options import Options, disabled_by_environment
 from torch_nimble.plans import Plan
 from torch_nimble.prepare import Progress, refused_by_model
@@ -120,9 +120,9 @@ class Planned(ABC):
 
     def _unless_refused(self, prepared: Prepared, tensors: Sequence[torch.Tensor]) -> Prepared | None:
         """The plan, unless a call with these must not be run by it."""
-        reason = prepared.refusal(tensors)
-        if reason is not None:
-            self._fall_back(reason, "pass tensors that do not share memory")
+        refused = prepared.refusal(tensors)
+        if refused is not None:
+            self._fall_back(*refused)
             return None
         return prepared
 
@@ -245,7 +245,7 @@ class Planned(ABC):
             AutocastState.current(kind),
             tuple(self._modules_watch.training()),
             torch.get_default_dtype(),
-            numeric_flags() if kind == "cuda" else (),
+            flags_on(kind),
         )
 
     def _check_call(self, structure: Node, tensors: Sequence[torch.Tensor]) -> None:

@@ -153,6 +153,10 @@ def _prepare(
     with stages("run eager"):
         reference = _reference(adapter, trials[0], tensors)
         device.after_eager()
+    if adapter.skips_padding:
+        raise MismatchError(
+            "no plan agrees with eager where a mask says that there is padding", has_fast_paths=True
+        )
     entries: list[Entry] = []
     try:
         with generators_kept():

@@ -74,7 +74,7 @@ class FoldedConstants:
         }
         for call in program.folding:
             args, kwargs = _key(call.args, keys), _key(tuple(call.kwargs.items()), keys)
-            keys[call.name] = self._number((call.target, args, kwargs))
+            keys[call.name] = self._number((call.target, args, kwargs, torch.get_default_dtype()))
         return keys
 
     def evaluate(self, program: Program) -> dict[str, torch.Tensor]:

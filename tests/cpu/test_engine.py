@@ -156,6 +156,49 @@ def test_model_that_mixes_rows_runs_eagerly_and_says_so() -> None:
         assert "influence each other" in fallbacks(fast)[0]["reason"]
 
 
+@pytest.mark.parametrize(
+    ("warm", "later"),
+    [
+        (torch.zeros(2, 3, dtype=torch.long), torch.tensor([[1, 2, 3], [4, 5, 6]])),
+        (torch.tensor([[1, 2, 3], [0, 0, 0]]), torch.tensor([[0, 0, 0], [4, 5, 6]])),
+        (torch.zeros(2, 3, dtype=torch.bool), torch.tensor([[True, False, True], [False] * 3])),
+    ],
+    ids=["zeros", "a last row of zeros", "booleans"],
+)
+def test_model_that_mixes_rows_of_whole_numbers_is_found_out(warm: Tensor, later: Tensor) -> None:
+    def centred(numbers: Tensor) -> Tensor:
+        rows = numbers.double().mean(1)
+        return rows - rows.mean(0)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", nimble.NimbleWarning)
+        with nimble.compile(centred, batch_sizes=[4]) as fast:
+            for numbers in (warm, later, warm):
+                assert_close(fast(numbers), centred(numbers))
+
+
+def test_whole_numbers_that_are_always_zero_are_tried_once() -> None:
+    table = nn.Embedding(2, 4)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = table
+
+        def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+            return x + self.table(kind)
+
+    model = Model().eval()
+    x, kind = torch.randn(2, 4), torch.zeros(2, dtype=torch.long)
+    with nimble.compile(model, batch_sizes=[4]) as fast:
+        assert_close(fast(x, kind), eager(model, x, kind))
+        seen = fast.explain().to_dict()["signatures"][0]["calls"]
+        assert_close(fast(x, kind), eager(model, x, kind))
+        assert fast.explain().to_dict()["signatures"][0]["calls"] == seen + 1
+        assert_close(fast(x, 1 - kind), eager(model, x, 1 - kind))
+        assert fallbacks(fast) == []
+
+
 def test_model_that_mixes_rows_is_found_out_even_after_a_batch_of_equal_rows() -> None:
     """A warm-up with zeros looks right when padded with more zeros."""
 

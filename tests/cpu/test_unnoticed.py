@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -248,6 +249,130 @@ class TestMasks:
         with torch.no_grad(), nimble.compile(model) as fast:
             assert_close(fast(x), model(x))
             assert not fast.explain().fallbacks
+
+    def test_a_batch_without_padding_does_not_hide_that_others_have_some(self, model: nn.Module) -> None:
+        x, none = torch.randn(3, 5, 8), torch.zeros(3, 5, dtype=torch.bool)
+        some = none.clone()
+        some[0, 3:] = True
+        with torch.no_grad(), nimble.compile(model) as fast:
+            with pytest.warns(nimble.NimbleWarning, match="set_fastpath_enabled"):
+                assert_close(fast(x, src_key_padding_mask=none), model(x, src_key_padding_mask=none))
+            assert_close(fast(x, src_key_padding_mask=some), model(x, src_key_padding_mask=some))
+
+    def test_the_fast_path_may_be_switched_later(self, model: nn.Module, mask: Tensor) -> None:
+        x = torch.randn(3, 5, 8)
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            with torch.no_grad(), nimble.compile(model) as fast:
+                fast(x, src_key_padding_mask=mask)
+                torch.backends.mha.set_fastpath_enabled(True)
+                with pytest.warns(nimble.NimbleWarning, match="set_fastpath_enabled"):
+                    found = fast(x, src_key_padding_mask=mask)
+                assert_close(found, model(x, src_key_padding_mask=mask))
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+
+
+# -------------------------------------------------------------------- layouts
+
+
+def written_if_contiguous(x: Tensor) -> Tensor:
+    h = x.contiguous()
+    h.relu_()
+    return h + x
+
+
+def written_if_it_can_be_seen_so(x: Tensor) -> Tensor:
+    torch.nn.functional.relu(x.reshape(-1), inplace=True)
+    return x * 1
+
+
+def written_in_any_case(x: Tensor) -> Tensor:
+    return x.mul_(2) + x.reshape(-1).sum()
+
+
+@pytest.mark.parametrize("function", [written_if_contiguous, written_if_it_can_be_seen_so])
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_is_written_by_layout_is_written_as_in_eager(function: Any, first: int) -> None:
+    layouts = [torch.arange(-3.0, 3).view(2, 3), torch.arange(-3.0, 3).view(3, 2).t()]
+
+    def calls(call: Any, given: Tensor) -> tuple[Tensor, Tensor]:
+        mine = given.clone()
+        return call(mine), mine
+
+    with nimble.compile(function, (layouts[first].clone(),)) as fast:
+        for expected_eagerly, given in ((0, layouts[first]), (1, layouts[1 - first])):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", nimble.NimbleWarning)
+                for found, expected in zip(calls(fast, given), calls(function, given), strict=True):
+                    assert torch.equal(found, expected)
+            assert len(fast.explain().fallbacks) == expected_eagerly
+
+
+def test_what_is_written_in_any_layout_has_one_plan() -> None:
+    with nimble.compile(written_in_any_case, (torch.randn(2, 3),)) as fast:
+        x = torch.randn(3, 2).t()
+        other = x.clone()
+        assert_close(fast(x), written_in_any_case(other))
+        assert_close(x, other)
+        assert not fast.explain().fallbacks
+
+
+# -------------------------------------------------------------------- conjugated inputs
+
+
+def doubles_one(one: Tensor, other: Tensor) -> Tensor:
+    one.mul_(2)
+    return other * 1
+
+
+def test_lazily_conjugated_inputs_of_one_memory_run_eagerly() -> None:
+    def calls(call: Any) -> tuple[Tensor, Tensor]:
+        z = torch.tensor([1 + 1j, 2 - 3j])
+        return call(z, z.conj()), z
+
+    apart = torch.randn(2, dtype=torch.complex64), torch.randn(2, dtype=torch.complex64)
+    with nimble.compile(doubles_one, apart) as fast:
+        with pytest.warns(nimble.NimbleWarning, match="resolve_conj"):
+            found = calls(fast)
+        for mine, expected in zip(found, calls(doubles_one), strict=True):
+            assert torch.equal(mine, expected)
+
+
+def test_nan_in_a_conjugated_input_is_not_written() -> None:
+    z = torch.tensor([complex(float("nan"), 1)]).expand(3).conj()
+    with nimble.compile(lambda t: t * 2, (z,)) as fast:
+        torch.testing.assert_close(fast(z), z * 2, equal_nan=True)
+
+
+# -------------------------------------------------------------------- dtypes that are the default
+
+
+class Makes(nn.Module):
+    """Makes a tensor of the default dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.long() + torch.ones(4) * self.w.long()
+
+
+def test_weights_are_taken_in_under_the_default_dtype_of_the_plan() -> None:
+    model, x = Makes(), torch.arange(4.0)
+    with nimble.compile(model, (x,)) as fast:
+        with torch.no_grad():
+            model.w.add_(1)
+        torch.set_default_dtype(torch.float64)
+        try:
+            fast.update_weights()
+            assert fast(x).dtype is torch.float64
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert fast(x).dtype is torch.float32
+        assert_close(fast(x), model(x))
+        assert not fast.explain().fallbacks
 
 
 # -------------------------------------------------------------------- results

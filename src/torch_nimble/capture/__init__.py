@@ -1,6 +1,7 @@
 """From a model and example inputs to a functional ATen graph with static shapes."""
 
 from torch_nimble.capture.callee import Callee
+from torch_nimble.capture.fastpaths import has_fast_paths
 from torch_nimble.capture.inference import (
     MODEL_LOCK,
     Adapter,
@@ -10,7 +11,6 @@ from torch_nimble.capture.inference import (
     StandIn,
     Traceable,
     capture,
-    has_fast_paths,
 )
 from torch_nimble.capture.isolation import (
     Assigned,

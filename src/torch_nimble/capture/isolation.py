@@ -24,7 +24,7 @@ from torch_nimble.capture.callee import Callee
 from torch_nimble.contents import COUNTED, Contents, described
 from torch_nimble.errors import CaptureError
 
-_IN_PLACE = re.compile(
+IN_PLACE = re.compile(
     r"(?!requires_grad_)_?[a-z]\w*[^_]_|__setitem__"
     r"|__i(add|sub|mul|matmul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__"
 )
@@ -295,7 +295,7 @@ class _Unwritten(TorchFunctionMode):
         named = kwargs or {}
         written = [named.get("out")]
         name = getattr(func, "__name__", "")
-        if _IN_PLACE.fullmatch(name):
+        if IN_PLACE.fullmatch(name):
             written += args[:1]
         if name in ("embedding", "embedding_bag") and (*args[3:4], named.get("max_norm"))[0] is not None:
             written += args[1:2]  # rows that are too long are made shorter

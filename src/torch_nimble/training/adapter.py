@@ -104,6 +104,7 @@ class StepAdapter:
     """A step, or a part of one, for one signature of its batch."""
 
     trains = True
+    writes_by_layout = skips_padding = False
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from torch_nimble.planned import Planned
 from torch_nimble.prepare import Progress
 from torch_nimble.prepared import Prepared
 from torch_nimble.quick import LastStep
-from torch_nimble.signature import Signature, as_arguments, check_tensors, write_back
+from torch_nimble.signature import Signature, as_arguments, check_tensors, written_back
 from torch_nimble.touched import Tables
 from torch_nimble.training.adapter import (
     Phase,
@@ -93,14 +93,13 @@ class TrainingStep(Planned):
         self._check_usable()
         given, structure = flatten_inputs(args, kwargs)
         tensors = check_tensors(structure, given)
-        with self._lock:
+        with self._lock, written_back(given, tensors):
             if self._processes is not None and self._batches == 0:
                 self._processes.share_buffers(self.model)
             result = self._run(structure, tensors)
             self._batches = (self._batches + 1) % self._step.accumulate
             if self._processes is not None and self._batches == 0:
                 self._update_together(self._processes)
-        write_back(given, tensors)
         return result
 
     def _update_together(self, processes: Processes) -> None:
