@@ -76,7 +76,8 @@ def refuse_hidden_statistics(callee: Callee, graph: fx.Graph) -> None:
             line = origin(node) or callee.location
             raise CaptureError(
                 f"cannot capture {callee.name}: at {line}: {node.target} writes running statistics "
-                "without saying so. Call eval() on the norms, or give them none (track_running_stats=False)"
+                "without saying so. Call eval() on the norms, or give them none "
+                "(track_running_stats=False)"
             )
 
 
