@@ -13,6 +13,7 @@ from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from torch_nimble.errors import first_line
 from torch_nimble.execute.measure import Timing
 from torch_nimble.kernels.sites import APART, LIBRARY, MERGED
 from torch_nimble.plans import GraphFacts
@@ -44,7 +45,7 @@ def not_tried(name: str, reason: BaseException | str) -> Candidate:
     """An alternative that could not be had, and why."""
     said = reason if isinstance(reason, str) else f"{type(reason).__name__}: {reason}"
     log.info("%s was not tried: %s", name, said)
-    return Candidate(name, 0, 0, 0, None, None, f"not tried: {said.strip().splitlines()[0]}")
+    return Candidate(name, 0, 0, 0, None, None, f"not tried: {first_line(said)}")
 
 
 @dataclass

@@ -114,7 +114,18 @@ def test_a_matrix_that_is_added_is_no_factor(m: int, k: int, n: int) -> None:
 
 
 FORMS = ["poi", "red", "per"]
-WORDS = ["convolve", "convolution", "mul", "sigmoid", "cat", "addmm", "mm", "mean", "attention", "max_pool2d"]
+WORDS = [
+    "convolve",
+    "convolution",
+    "mul",
+    "sigmoid",
+    "cat",
+    "addmm",
+    "mm",
+    "mean",
+    "attention",
+    "max_pool2d",
+]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])

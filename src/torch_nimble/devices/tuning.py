@@ -15,26 +15,21 @@ models of either size.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
 import logging
-import os
 import statistics
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 import torch_nimble.kernels
-from torch_nimble.devices import examples, replays
+from torch_nimble.devices import examples, kept, replays
 from torch_nimble.devices.examples import Example
 from torch_nimble.devices.replays import Replayed, Replays
-from torch_nimble.errors import PlanError
+from torch_nimble.errors import PlanError, first_line
 from torch_nimble.execute.cuda import free_workspaces
 from torch_nimble.execute.measure import alone
 from torch_nimble.kernels.operator import capability_of, compile_ahead, may_round
@@ -59,8 +54,6 @@ log = logging.getLogger("torch_nimble")
 _CALLS, _ROUNDS = 12, 9
 _AS_LONG = 1.1
 """How many times as long as the longest of several layers one may take that stands for all."""
-_AMONG = " among "
-"""Between the name of a site and the number of channels that it reads some of."""
 _CHOSEN = "chosen"
 """Instead of an effort: what was compiled because a plan had it."""
 _FROM_MEMORY = ", weights from memory"
@@ -86,7 +79,7 @@ def tune(
         try:
             found.extend(_try_all(missing, device, effort, swept))
         finally:  # what was found is not lost with the rest
-            _add(path, effort + _FROM_MEMORY * bool(swept), found)
+            kept.add(path, effort + _FROM_MEMORY * bool(swept), found)
         known |= {tuned.site: tuned for tuned in found}
         passed = time.perf_counter() - start
         log.info("tried kernels for %d kinds of layers in %.1f s", len(missing), passed)
@@ -148,7 +141,7 @@ def reading_parts(groups: Iterable[Siblings], found: Mapping[str, Tuned]) -> dic
     groups = list(groups)
     merging = _decided(groups, found)
     return {
-        f"{reader}{_AMONG}{group.whole.made}": found[str(reader)].chosen
+        kept.among(reader, group.whole.made): found[str(reader)].chosen
         for group in groups
         if merging[str(group)].chosen == MERGED
         for reader in group.readers
@@ -161,7 +154,7 @@ def compile_chosen(kernels: Mapping[str, str], device: torch.device) -> None:
     By site, or by site and how many channels those are among that it reads.
     """
     path = _file()
-    tried = [tuned for found in _kept(path).values() for tuned in found.values()]
+    tried = [tuned for found in kept.read(path).values() for tuned in found.values()]
     known = {(tuned.site, config) for tuned in tried for config in (tuned.chosen, *tuned.times_us)}
     missing = {
         name: config
@@ -169,18 +162,9 @@ def compile_chosen(kernels: Mapping[str, str], device: torch.device) -> None:
         if config != MERGED and (name, config) not in known
     }
     if missing:
-        named = {name: _named(name) for name in missing}
+        named = {name: kept.named(name) for name in missing}
         _compiling([(site, missing[name], pitch) for name, (site, pitch) in named.items()], device)()
-        _add(path, _CHOSEN, [Tuned(n, named[n][0].kind, c, {}, {}) for n, c in missing.items()])
-
-
-def _named(name: str) -> tuple[Site, int | None]:
-    """A site by its name, and how many channels it reads some of; PlanError if that is no name."""
-    text, _, among = name.partition(_AMONG)
-    try:
-        return Site.parse(text), int(among) if among else None
-    except (ValueError, IndexError, TypeError) as error:
-        raise PlanError(f"there is no layer {name!r}; was the plan made by another version?") from error
+        kept.add(path, _CHOSEN, [Tuned(n, named[n][0].kind, c, {}, {}) for n, c in missing.items()])
 
 
 def check_precision(kernels: Mapping[str, str]) -> None:
@@ -231,7 +215,7 @@ def _try_one(example: Example, tried: Iterable[str], stage: Replays) -> Tuned:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            reason = f"{type(error).__name__}: {first_line(error)}"
         if reason:
             log.info("%s by %s: %s", site, config, reason)
             refused[config] = reason
@@ -278,38 +262,7 @@ def _machine() -> str:
 
 def _read(path: Path, effort: Effort, from_memory: bool = False) -> dict[str, Tuned]:
     """What is known of sites that were tried with this effort or more, weights in the same place."""
-    kept = _kept(path)
+    known = kept.read(path)
     efforts = [effort, *(["full"] if effort == "fast" else [])]
     names = [name + _FROM_MEMORY * from_memory for name in efforts]
-    return {site: tuned for name in names for site, tuned in kept.get(name, {}).items()}
-
-
-def _kept(path: Path) -> dict[str, dict[str, Tuned]]:
-    """What a file has, by effort and site; what cannot be read is left out."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    found: dict[str, dict[str, Tuned]] = {}
-    for effort, sites in data.items() if isinstance(data, dict) else ():
-        for site, tuned in sites.items() if isinstance(sites, dict) else ():
-            with contextlib.suppress(TypeError):
-                found.setdefault(effort, {})[site] = Tuned(**tuned)
-    return found
-
-
-def _add(path: Path, effort: str, found: Iterable[Tuned]) -> None:
-    """Keep that for other processes; not being able to write is no harm."""
-    kept = _kept(path)
-    kept.setdefault(effort, {}).update({tuned.site: tuned for tuned in found})
-    data = {name: {site: asdict(one) for site, one in sites.items()} for name, sites in kept.items()}
-    draft = ""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, draft = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(data, file)
-        os.replace(draft, path)
-    except OSError:
-        if draft:
-            Path(draft).unlink(missing_ok=True)
+    return {site: tuned for name in names for site, tuned in known.get(name, {}).items()}
