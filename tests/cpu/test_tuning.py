@@ -45,7 +45,7 @@ from torch_nimble.kernels.sites import (
     Window,
     configs,
 )
-from torch_nimble.lower import Lowered, inductor, lower
+from torch_nimble.lower import Lowered, inductor, lower, remembered
 from torch_nimble.lower.passes import run_passes, select
 from torch_nimble.options import Options
 from torch_nimble.tree import flatten_inputs
@@ -402,6 +402,43 @@ def test_what_was_found_under_other_flags_is_not_used(tried: Tried) -> None:
         for _ in range(2):
             tuning.tune([site()], CPU, "fast")
             assert len(tried) == count
+
+
+OTHERS: dict[str, tuple[Any, str, Any]] = {
+    "CUDA": (torch.version, "cuda", "12.0"),
+    "cuDNN": (torch.backends.cudnn, "version", lambda: 1),
+    "cuBLAS": (remembered, "_version_of", lambda package: f"1.0 of {package}"),
+    "Triton": (remembered, "_version_of", lambda package: "1.0" if package == "triton" else ""),
+    "driver": (remembered, "_DRIVER", mock.Mock(read_text=lambda **_: "driver 1.0\nbuilt today")),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_was_found_with_other_libraries_is_not_used(
+    name: str, tried: Tried, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels of ours are compared with theirs."""
+    found = tuning.tune([site()], CPU, "fast")
+    with monkeypatch.context() as patched:
+        patched.setattr(*OTHERS[name])
+        tuning.tune([site()], CPU, "fast")
+        tuning.tune([site()], CPU, "fast")
+    assert len(tried) == 2
+    assert tuning.tune([site()], CPU, "fast") == found
+
+
+def test_a_machine_that_tells_nothing_of_its_libraries_has_a_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def unfit() -> int:
+        raise RuntimeError("cuDNN version incompatibility")
+
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.backends.cudnn, "version", unfit)
+    monkeypatch.setattr(remembered, "_DRIVER", tmp_path / "none")
+    assert tuning._machine() == tuning._machine()
+    monkeypatch.setattr(remembered, "_DRIVER", tmp_path)  # a folder
+    assert len(tuning._machine()) == 16
 
 
 def test_a_failure_keeps_nothing(tried: Tried, monkeypatch: pytest.MonkeyPatch) -> None:
