@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from torch_nimble.kernels.operator import capability_of, launches_of, lay_out, pitch_of, result_of
-from torch_nimble.kernels.sites import BEFORE, OF_ROWS, Kind, Site, Way, Window, configs
+from torch_nimble.kernels.sites import BEFORE, OF_ROWS, Kind, Site, Way, Window, configs, count_kernels
 
 Tensor = torch.Tensor
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -126,7 +126,9 @@ def among_others(x: Tensor) -> Tensor:
 def run(site: Site, config: str, x: Tensor, weight: Tensor, bias: Tensor, added: Tensor) -> Tensor:
     """What the kernels of a config make, in memory that was something else."""
     result = result_of(x, site).fill_(float("nan"))
-    for launch in launches_of(site, config, capability_of(x.device), pitch_of(x)):
+    launches = launches_of(site, config, capability_of(x.device), pitch_of(x))
+    assert len(launches) == count_kernels(config)
+    for launch in launches:
         several = (launch.parts, result.numel())
         out = torch.full(several, float("nan"), device=x.device) if launch.parts > 1 else result
         launch.kernel[launch.grid](x, weight, bias, added, out, **launch.constants)

@@ -6,11 +6,17 @@ is one replay of some calls on several sets of tensors, one after another: as in
 its image in the cache of the device, and that of its processors cold. Weights are in the device's cache,
 too, where all of a model's fit into it; those of a larger model come from memory at every call, which
 other ways to cut the work are best at. The library's time has what it needs for a bias, a sum or an
-activation in it, as one kernel more; what comes before a layer is not held against it. Ours has to win
-by more than noise.
+activation in it, as one kernel more; what comes before a layer is not held against it.
+
+A layer by itself is not one among others: a sample has the same kernel before and after, and one run's
+times are by some percent those of another. So less than that decides nothing. Ours has to be clearly
+faster than the library, and of ours that are about equally fast the simpler one wins: one kernel before
+one that sums in parts and another that adds these up, and then the one that wins more often elsewhere,
+which is tried first. So more effort changes a choice only where it finds something clearly faster.
 
 What was found is kept on disk by device, versions and flags, so that a machine tunes a site once for
-models of either size.
+models of either size. What more effort has found counts for less effort, too: there is one answer for a
+layer, and it is the one for which most was tried.
 """
 
 from __future__ import annotations
@@ -45,6 +51,7 @@ from torch_nimble.kernels.sites import (
     Tuning,
     Way,
     configs,
+    count_kernels,
 )
 from torch_nimble.lower import inductor
 from torch_nimble.lower.remembered import surroundings
@@ -58,8 +65,9 @@ _CHOSEN = "chosen"
 """Instead of an effort: what was compiled because a plan had it."""
 _FROM_MEMORY = ", weights from memory"
 """After an effort: what was found for models that do not fit into the cache."""
-# The library stays unless ours is faster by more than two medians of the same work differ.
 _CLEARLY = 0.97
+"""Times of which one is no less than that part of the other count as equal: two medians of the same work
+differ by as much."""
 Tensor = torch.Tensor
 
 
@@ -229,10 +237,15 @@ def _try_one(example: Example, tried: Iterable[str], stage: Replays) -> Tuned:
 
 
 def chosen_of(times_us: Mapping[str, float]) -> str:
-    """The fastest; the library if nothing is clearly faster, the first tried of equals."""
-    best = min(times_us, key=lambda name: times_us[name], default=LIBRARY)
+    """The library if nothing is clearly faster; else of the fastest of ours the simplest.
+
+    That is what takes the fewest kernels, and of these the first that was tried.
+    """
     limit = _CLEARLY * times_us.get(LIBRARY, float("inf"))
-    return best if times_us.get(best, float("inf")) < limit else LIBRARY
+    faster = {name: us for name, us in times_us.items() if name != LIBRARY and us < limit}
+    best = min(faster.values(), default=0.0)
+    fastest = (name for name, us in faster.items() if _CLEARLY * us <= best)
+    return min(fastest, key=count_kernels, default=LIBRARY)
 
 
 def _several(run: Callable[[int], Tensor], sets: int) -> Callable[[], None]:

@@ -101,7 +101,7 @@ def _libraries() -> list[str]:
     Torch tells for which CUDA it was built. Its packages of cuBLAS and cuDNN can be exchanged.
     """
     try:
-        cudnn = str(torch.backends.cudnn.version())
+        cudnn = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
     except RuntimeError as reason:  # one that does not fit
         cudnn = first_line(reason)
     try:
