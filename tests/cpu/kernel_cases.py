@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,8 +38,10 @@ WINDOWS = [
     ((1, 1), (2, 2), (0, 0), (1, 1)),
     ((3, 3), (1, 1), (1, 1), (1, 1)),
     ((3, 3), (2, 2), (1, 1), (1, 1)),
+    ((5, 5), (1, 1), (2, 2), (1, 1)),
     ((5, 5), (2, 2), (2, 2), (1, 1)),
     ((7, 7), (1, 1), (3, 3), (1, 1)),
+    ((7, 7), (2, 2), (3, 3), (1, 1)),
     ((1, 7), (1, 1), (0, 3), (1, 1)),
     ((3, 3), (1, 1), (2, 2), (2, 2)),
     ((3, 3), (2, 1), (0, 1), (1, 1)),
@@ -46,23 +52,68 @@ SIZES = [
     ((2, 33, 6, 5), 17),
     ((1, 64, 14, 14), 96),
     ((1, 3, 16, 15), 8),
+    ((1, 5, 13, 11), 7),
     ((2, 70, 1, 1), 40),
     ((9, 40, 1, 1), 33),
 ]
 Case = tuple[Any, Any, Any]
 
 
-def cases(every: int = 1) -> list[Case]:
-    """Windows, sizes and activations, or each so many-th of them."""
+class Precision(NamedTuple):
+    """What kernels compute with, and how far from float64 that may be."""
+
+    dtype: str
+    tf32: bool
+    """Whether products may be those of numbers rounded to TF32."""
+    allowed: float
+
+
+CHECK = """
+import ast, sys
+import torch
+from cpu.kernel_cases import check_some
+torch.backends.cudnn.allow_tf32 = False
+check_some(*map(ast.literal_eval, sys.argv[1:]))
+"""
+
+
+def checking(
+    device: str, precisions: Sequence[Precision], start: int, step: int, every: int, **environment: str
+) -> subprocess.Popen[str]:
+    """A process that does `check_some`; whether kernels are interpreted, its environment says."""
+    given = [device, [tuple(precision) for precision in precisions], start, step, every]
+    places = [str(Path(__file__).parents[1]), *sys.path]
+    return subprocess.Popen(
+        [sys.executable, "-c", CHECK, *map(repr, given)],
+        env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(places)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def check_some(
+    device: str, precisions: Sequence[tuple[str, bool, float]], start: int, step: int, every: int
+) -> None:
+    """Each so many-th of all cases in all precisions; what is wrong is told with the case."""
+    for case, given in list(itertools.product(cases(), precisions))[start::step]:
+        dtype, tf32, allowed = given
+        try:
+            check_kernels(case, getattr(torch, dtype), device, allowed, every, tf32)
+        except Exception as error:
+            raise AssertionError(f"{case} in {dtype}, tf32 {tf32}") from error
+
+
+def cases() -> list[Case]:
+    """Windows, sizes and activations."""
     activations = itertools.cycle(itertools.product(BEFORE, ACTIVATIONS))
-    found = [
+    return [
         (window, size, activation)
         for (window, size), activation in zip(
             itertools.product(WINDOWS, SIZES), activations, strict=False
         )
         if min(Window(*window).size(*size[0][2:])) > 0
     ]
-    return found[::every]
 
 
 def check_kernels(
