@@ -24,6 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
+import torch_nimble as nimble
 from cpu.kernel_cases import convolve, stand_in
 from torch_nimble.capture import Adapter, Callee, Captured
 from torch_nimble.devices import examples, kept, tuning
@@ -372,6 +373,32 @@ def test_only_what_is_not_known_is_tried(tried: Tried) -> None:
     assert tuning.tune([c], CPU, "fast") == {str(c): second[str(c)]}
     assert tuning.tune([], CPU, "fast") == {}
     assert len(tried) == 2
+
+
+def test_how_far_it_is_is_told_while_ways_are_tried(tried: Tried) -> None:
+    told: list[str] = []
+    tuning.tune([site(8), site(9), site(8)], CPU, "fast", told=told.append)
+    assert told == [f"{count} of 2 kinds of layers tried" for count in range(3)]
+    told.clear()
+    tuning.tune([site(8), site(9)], CPU, "fast", told=told.append)
+    assert told == []
+
+
+def test_what_was_found_before_a_failure_was_told_and_is_kept(
+    tried: Tried, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(sites: Collection[Site], *_: Any) -> Iterator[Tuned]:
+        yield tuned(next(iter(sites)))
+        raise RuntimeError("the device is gone")
+
+    told: list[str] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(tuning, "_try_all", fails)
+        with pytest.raises(RuntimeError, match="device is gone"):
+            tuning.tune([site(8), site(9)], CPU, "fast", told=told.append)
+    assert told[-1] == "1 of 2 kinds of layers tried"
+    tuning.tune([site(8), site(9)], CPU, "fast")
+    assert tried == [("fast", [site(9)])]
 
 
 def test_a_site_that_is_there_several_times_is_tried_once(tried: Tried) -> None:
@@ -742,11 +769,25 @@ def network() -> nn.Module:
 def test_layers_of_one_kind_are_tried_once_and_counted(device: CudaDevice, tried: Tried) -> None:
     captured, _, _ = captured_of(network(), torch.randn(1, 4, 5, 5))
     notes: list[Candidate] = []
-    ((found, count),) = device.choose_kernels(captured, Options(), notes)
+    told: list[str] = []
+    ((found, count),) = device.choose_kernels(captured, Options(), notes, told.append)
     assert count == 2
+    assert told == ["0 of 1 kinds of layers tried", "1 of 1 kinds of layers tried"]
     ((effort, (one,)),) = tried
     assert (effort, str(one)) == ("fast", found.site)
     assert notes == []
+
+
+def test_who_wants_to_know_hears_how_far_the_choice_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def choose(self: Any, captured: Any, options: Any, notes: Any, told: Callable[[str], None]) -> Any:
+        told("1 of 2 kinds of layers tried")
+        return ()
+
+    monkeypatch.setattr("torch_nimble.devices.cpu.CpuDevice.choose_kernels", choose)
+    stages: list[str] = []
+    nimble.compile(network(), args=(torch.randn(1, 4, 5, 5),), progress=stages.append).close()
+    place = stages.index("choose kernels")
+    assert stages[place + 1 : place + 3] == ["choose kernels: 1 of 2 kinds of layers tried", "lower"]
 
 
 @pytest.mark.parametrize(("made", "fits"), [(CACHE // 16, True), (CACHE // 16 + 4, False)])

@@ -72,11 +72,16 @@ Tensor = torch.Tensor
 
 
 def tune(
-    sites: Collection[Site], device: torch.device, effort: Effort, swept: int = 0
+    sites: Collection[Site],
+    device: torch.device,
+    effort: Effort,
+    swept: int = 0,
+    told: Callable[[str], None] = lambda how_far: None,
 ) -> dict[str, Tuned]:
     """What is fastest for each site, by its text: what is known of this machine, or else tried now.
 
-    So many bytes are `swept` through the cache between two uses of a weight, if any.
+    So many bytes are `swept` through the cache between two uses of a weight, if any. While ways are
+    tried, `told` hears of how many sites that is done.
     """
     path = _file()
     known = _read(path, effort, bool(swept))
@@ -85,13 +90,20 @@ def tune(
         start = time.perf_counter()
         found: list[Tuned] = []
         try:
-            found.extend(_try_all(missing, device, effort, swept))
+            told(_how_far(found, missing))
+            for tuned in _try_all(missing, device, effort, swept):
+                found.append(tuned)
+                told(_how_far(found, missing))
         finally:  # what was found is not lost with the rest
             kept.add(path, effort + _FROM_MEMORY * bool(swept), found)
         known |= {tuned.site: tuned for tuned in found}
         passed = time.perf_counter() - start
         log.info("tried kernels for %d kinds of layers in %.1f s", len(missing), passed)
     return {str(site): known[str(site)] for site in sites}
+
+
+def _how_far(found: Collection[Tuned], missing: Collection[Site]) -> str:
+    return f"{len(found)} of {len(missing)} kinds of layers tried"
 
 
 def chosen_for(
