@@ -97,9 +97,10 @@ class KernelAccount:
 
     @property
     def saved_us(self) -> float:
-        """What all of them together are shorter than the library's, by their own times."""
-        known = {LIBRARY: 0.0, self.chosen: 0.0, **self.times_us}
-        return self.count * (known[LIBRARY] - known[self.chosen]) if self.layers else 0.0
+        """What all of them together are shorter than the library's, by their own times; 0 if unknown."""
+        if self.us is None or LIBRARY not in self.times_us:
+            return 0.0
+        return self.layers * (self.times_us[LIBRARY] - self.us)
 
     @property
     def tried(self) -> int:
