@@ -64,7 +64,8 @@ def compile(
     tune: on a GPU, try kernels of our own for each convolution and small linear layer, and take the
         fastest. `"fast"` tries the three likeliest, `"full"` all there are, `"off"` none. What was found
         is kept on disk.
-    progress: is told each stage of preparation as it begins.
+    progress: is told each stage of preparation as it begins, and of how many kinds of layers kernels
+        have been tried.
     """
     options = Options.checked(
         on_new_shape=on_new_shape,

@@ -144,7 +144,7 @@ def _prepare(
     with stages("capture"), no_garbage_collection():
         captured = device.capture(adapter, tensors)
     with stages("choose kernels"):
-        tuned = device.choose_kernels(captured, options, notes)
+        tuned = device.choose_kernels(captured, options, notes, stages.within("choose kernels"))
     with stages("lower"):
         lowerings = device.lowerings(adapter, tensors, captured, options, notes, tuned)
     with stages("fold constants"):
@@ -300,11 +300,15 @@ def _refuse_hidden_state(adapter: Traceable, trial: Trial, reference: Sequence[t
 
 
 class _Stages:
-    """Seconds of each stage, told to the caller as they begin."""
+    """Seconds of each stage, told to the caller as they begin, and how far a long one is."""
 
     def __init__(self, progress: Progress) -> None:
         self.seconds: dict[str, float] = {}
         self._progress = progress
+
+    def within(self, name: str) -> Progress:
+        """Tells the caller how far that stage is."""
+        return lambda how_far: self._progress(f"{name}: {how_far}")
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
