@@ -24,6 +24,7 @@ $(VENV)/.test: $(VENV)/.demo
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,docs]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'torchvision>=0.26,<0.29'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'transformers>=5.17,<6' pillow
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'timm>=1.0.29'
 	touch $@
 
 demo: $(VENV)/.demo  ## Plan, run and check NASNet-A mobile against eager PyTorch

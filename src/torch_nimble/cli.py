@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 import torch_nimble
-from torch_nimble.errors import NimbleError, OptionError
+from torch_nimble.errors import NimbleError
+from torch_nimble.files import check_folder, check_writable, writing
 
 app = typer.Typer(
     name="torch-nimble",
@@ -98,12 +99,12 @@ def plan(
     from torch_nimble.planning import make_plan, show_plan
 
     console = Console(stderr=as_json, highlight=False)
+    if save is not None:
+        check_writable(save, "the plan to ")
     made = make_plan(target, inputs or [], dtype, lanes, console, simulated)
     if save is not None:
-        try:
+        with writing(save, "the plan to "):
             made.plan.save(save)
-        except OSError as reason:
-            raise OptionError(f"cannot write the plan to {str(save)!r}: {reason.strerror}") from reason
     if as_json:
         typer.echo(json.dumps(made.to_dict(), indent=1))
     else:
@@ -237,6 +238,7 @@ def bench(
         cudnn_benchmark=cudnn_benchmark,
         commit=commit,
     )
+    check_folder(out)
     entries = runner.run(wanted, console)
     if as_json:
         typer.echo(json.dumps({"record": str(out), "entries": entries}, indent=1))

@@ -20,7 +20,7 @@ import torch
 
 from torch_nimble.batching import Batching
 from torch_nimble.capture import Adapter, Callee, generators_kept
-from torch_nimble.errors import OptionError
+from torch_nimble.errors import NimbleError, OptionError
 from torch_nimble.execute.cuda import CudaExecutable
 from torch_nimble.face import ModelFace
 from torch_nimble.options import Options
@@ -65,6 +65,16 @@ class Engine(ModelFace, Planned):
         if self._disabled:
             return self._callee(*args, **kwargs)
         self._check_usable()
+        try:
+            return self._answer(args, kwargs)
+        except NimbleError as error:
+            self._note_refusal(error)
+            raise
+
+    forward = __call__
+
+    def _answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The long way of a call."""
         given, structure = flatten_inputs(args, kwargs)
         tensors = check_tensors(structure, given)
         self._follow_modules()
@@ -74,8 +84,6 @@ class Engine(ModelFace, Planned):
             return self._eager(structure, given)
         with written_back(given, tensors):
             return call(structure, tensors)
-
-    forward = __call__
 
     def _call(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Any:
         prepared = self._plan_for(structure, tensors)
@@ -161,8 +169,15 @@ class Engine(ModelFace, Planned):
     def prepare(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Engine:
         """Make the plan for these example inputs now. Changes nothing in the model."""
         self._check_usable()
-        if self._disabled:
-            return self
+        if not self._disabled:
+            try:
+                self._prepare_for(args, kwargs)
+            except NimbleError as error:
+                self._note_refusal(error)
+                raise
+        return self
+
+    def _prepare_for(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
         tensors, structure = flatten_inputs(*as_arguments(args, kwargs))
         tensors = check_tensors(structure, tensors)
         self._follow_modules()
@@ -171,7 +186,6 @@ class Engine(ModelFace, Planned):
             self._prepare_batches(structure, tensors)
         else:
             self._prepare(structure, tensors)
-        return self
 
     def _prepare_batches(self, structure: Node, tensors: Sequence[torch.Tensor]) -> None:
         batching = self._batching
@@ -189,8 +203,9 @@ class Engine(ModelFace, Planned):
             if self._modules_watch.unchanged() and self._callee.reaches_the_same():
                 return
             remedy = "Keep what does not influence results outside of the model"
-            self._count_change(self._modules_watch.what_changed(), remedy)
-            self._drop_plans()
+            what = self._modules_watch.what_changed()
+            self._count_change(what, remedy)
+            self._evict_all(f"the model was changed{f' (now {what})' if what else ''}")
             callee = Callee(self._callee.target)
             self._set_own("_callee", callee)
             self._set_own("_modules_watch", ModuleWatch(callee.modules.values(), callee.watched))

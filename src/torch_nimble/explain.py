@@ -20,7 +20,17 @@ from torch_nimble.plans import GraphFacts
 
 log = logging.getLogger("torch_nimble")
 
-_WORDS = ("", "candidate", "note", "reason", "remedy", "layers", "chosen")
+_WORDS = (
+    "",
+    "candidate",
+    "note",
+    "error type",
+    "inputs",
+    "reason",
+    "remedy",
+    "layers",
+    "chosen",
+)
 """Columns with words, which are aligned to the left."""
 _WRAPPED = ("note", "layers")
 """Columns with long ones."""
@@ -45,6 +55,23 @@ class Candidate:
     memory_bytes: int = 0
     """Memory for activations and workspaces, where that is planned."""
 
+    def to_dict(self, chosen: str) -> dict[str, Any]:
+        """The same as JSON-ready data; `chosen` is the name of the one that won."""
+        timing = self.timing
+        return {
+            "name": self.name,
+            "streams": self.streams,
+            "waits": self.waits,
+            "threads": self.threads,
+            "median_us": None if timing is None else timing.median_us,
+            "spread": None if timing is None else timing.spread,
+            "rounds": 0 if timing is None else len(timing.rounds_s),
+            "relative_error": self.error,
+            "chosen": self.name == chosen,
+            "memory_bytes": self.memory_bytes or None,
+            "note": self.note,
+        }
+
 
 def not_tried(name: str, reason: BaseException | str) -> Candidate:
     """An alternative that could not be had, and why."""
@@ -60,6 +87,26 @@ class Fallback:
     reason: str
     remedy: str
     calls: int = 0
+
+
+@dataclass
+class Refusal:
+    """An error that calls or `prepare()` ended with, and how many did."""
+
+    error: str
+    """The name of its class."""
+    reason: str
+    """Its message, which says what to do."""
+    calls: int = 0
+
+
+@dataclass
+class Eviction:
+    """A plan that was dropped because it fits the model no longer, and how often that happened."""
+
+    inputs: str
+    reason: str
+    plans: int = 0
 
 
 @dataclass(frozen=True)
@@ -159,6 +206,8 @@ class Explanation:
     signatures: tuple[SignatureAccount, ...]
     fallbacks: tuple[Fallback, ...]
     device: str = "cpu"
+    refusals: tuple[Refusal, ...] = ()
+    evictions: tuple[Eviction, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The same as JSON-ready data, with the candidates' times in microseconds."""
@@ -169,6 +218,8 @@ class Explanation:
             "closed": self.closed,
             "signatures": [_signature_dict(account) for account in self.signatures],
             "fallbacks": [asdict(fallback) for fallback in self.fallbacks],
+            "refusals": [asdict(refusal) for refusal in self.refusals],
+            "evictions": [asdict(eviction) for eviction in self.evictions],
         }
 
     def __rich__(self) -> RenderableType:
@@ -185,6 +236,12 @@ class Explanation:
         for fallback in self.fallbacks:
             parts.append(Text(f"{fallback.calls} calls ran eagerly: {fallback.reason}", style="yellow"))
             parts.append(Text(f"  {fallback.remedy}"))
+        for refusal in self.refusals:
+            parts.append(Text(f"{_calls(refusal.calls)} ended with {refusal.error}", style="yellow"))
+            parts.append(Text(f"  {refusal.reason}"))
+        for eviction in self.evictions:
+            said = f"{_plans(eviction.plans)} for {eviction.inputs} dropped: {eviction.reason}"
+            parts.append(Text(said, style="yellow"))
         return Group(*parts)
 
     def __str__(self) -> str:
@@ -208,6 +265,12 @@ class Explanation:
         if self.fallbacks:
             eager = [(str(f.calls), f.reason, f.remedy) for f in self.fallbacks]
             parts += [_html_table(("calls that ran eagerly", "reason", "remedy"), eager)]
+        if self.refusals:
+            refused = [(str(r.calls), r.error, r.reason) for r in self.refusals]
+            parts += [_html_table(("calls that were refused", "error type", "reason"), refused)]
+        if self.evictions:
+            dropped = [(str(e.plans), e.inputs, e.reason) for e in self.evictions]
+            parts += [_html_table(("plans that were dropped", "inputs", "reason"), dropped)]
         return f"<div>{''.join(parts)}</div>"
 
     def _states(self) -> list[str]:
@@ -224,22 +287,8 @@ class Explanation:
 
 def _signature_dict(account: SignatureAccount) -> dict[str, Any]:
     entry = asdict(account)
-    entry["candidates"] = [
-        {
-            "name": c.name,
-            "streams": c.streams,
-            "waits": c.waits,
-            "threads": c.threads,
-            "median_us": None if c.timing is None else c.timing.median_us,
-            "spread": None if c.timing is None else c.timing.spread,
-            "rounds": 0 if c.timing is None else len(c.timing.rounds_s),
-            "relative_error": c.error,
-            "chosen": c.name == account.chosen,
-            "memory_bytes": c.memory_bytes,
-            "note": c.note,
-        }
-        for c in account.candidates
-    ]
+    entry["candidates"] = [c.to_dict(account.chosen) for c in account.candidates]
+    entry["memory_bytes"] = account.memory_bytes or None
     return entry
 
 
@@ -377,6 +426,14 @@ def _html_table(header: Sequence[str], rows: Sequence[Sequence[str]], chosen: st
 
     body = "".join(line(row, "td", "bold" if chosen and chosen in row else "normal") for row in rows)
     return f"<table><thead>{line(header, 'th', 'bold')}</thead><tbody>{body}</tbody></table>"
+
+
+def _calls(count: int) -> str:
+    return f"{count} call{'s' * (count != 1)}"
+
+
+def _plans(count: int) -> str:
+    return "a plan" if count == 1 else f"{count} plans"
 
 
 def _time(microseconds: float) -> str:

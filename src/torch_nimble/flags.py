@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -23,8 +24,16 @@ def convolutions_may_use_tf32() -> bool:
         return bool(torch.backends.cudnn.conv.fp32_precision == "tf32")  # type: ignore[attr-defined]
 
 
-profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
-"""Whether this thread is being profiled by torch."""
+profiled_here: Callable[[], bool] = torch._C._autograd._profiler_enabled
+"""Whether torch profiles this thread for itself."""
+PROFILER: Any = torch.autograd.profiler
+"""Its `_is_profiler_enabled` says whether torch profiles any thread, or all of them."""
+
+
+def profiled() -> bool:
+    """Whether torch may be profiling this thread."""
+    return profiled_here() or bool(PROFILER._is_profiler_enabled)
+
 
 _ATTENTION: tuple[Callable[[], bool], ...] = (
     torch.backends.cuda.flash_sdp_enabled,

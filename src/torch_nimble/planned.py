@@ -29,12 +29,13 @@ from torch_nimble.errors import (
     CaptureError,
     FallbackError,
     InputError,
+    NimbleError,
     NimbleWarning,
     OptionError,
     StateError,
 )
 from torch_nimble.explain import Explanation
-from torch_nimble.fallbacks import Fallbacks, level_of_caller
+from torch_nimble.fallbacks import Evictions, Fallbacks, Refusals, level_of_caller
 from torch_nimble.flags import flags_on
 from torch_nimble.options import Options, disabled_by_environment
 from torch_nimble.plans import Plan
@@ -47,6 +48,7 @@ from torch_nimble.tree import Node, unflatten_inputs
 from torch_nimble.weights import FoldedConstants, ModuleWatch, watch_optimizers
 
 _MANY_CHANGES = 3
+_EXCHANGED = "tensors of the model were exchanged for others of another shape, dtype or device"
 
 
 class Planned(ABC):
@@ -62,6 +64,8 @@ class Planned(ABC):
     _prepared: dict[Signature, Prepared]
     _folded: FoldedConstants
     _fallbacks: Fallbacks
+    _refusals: Refusals
+    _evictions: Evictions
     _lock: Any
     _refused: dict[Signature, tuple[str, str]]
     _devices: dict[torch.device, Device | None]
@@ -81,6 +85,8 @@ class Planned(ABC):
         set_own("_prepared", {})
         set_own("_folded", FoldedConstants())
         set_own("_fallbacks", Fallbacks())
+        set_own("_refusals", Refusals())
+        set_own("_evictions", Evictions())
         set_own("_lock", MODEL_LOCK)
         set_own("_refused", {})
         set_own("_devices", {})
@@ -174,6 +180,11 @@ class Planned(ABC):
         with self._lock:
             self._fallbacks.count(self._callee.name, reason, remedy, warn=warn)
 
+    def _note_refusal(self, error: NimbleError) -> None:
+        """Keep what a call or `prepare()` is about to end with, for `explain()`."""
+        with self._lock:
+            self._refusals.count(self._callee.name, error)
+
     # ------------------------------------------------------------ preparing
 
     def _prepare(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Prepared | None:
@@ -183,7 +194,7 @@ class Planned(ABC):
             if known is not None and known.watch.fits():
                 return known
             if known is not None:
-                self._close(signature)
+                self._evict(signature, _EXCHANGED)
             if not all(other.watch.unchanged() for other in self._prepared.values()):
                 self.update_weights()  # what was folded for them is not to be used again
             device = self._device(tensors)
@@ -255,6 +266,17 @@ class Planned(ABC):
         if home is None or home.type != "cuda":
             check_devices(structure, tensors, home if self._modules_watch.devices() else None)
 
+    def _evict(self, signature: Signature, reason: str) -> None:
+        """Drop a plan that fits no longer, visibly."""
+        self._evictions.count(self._callee.name, str(signature), reason)
+        self._close(signature)
+
+    def _evict_all(self, reason: str) -> None:
+        """Drop all plans since none of them fits any longer, visibly."""
+        for signature in self._prepared:
+            self._evictions.count(self._callee.name, str(signature), reason)
+        self._drop_plans()
+
     def _close(self, signature: Signature) -> None:
         self._prepared.pop(signature).close()
 
@@ -320,7 +342,7 @@ class Planned(ABC):
                 if prepared.watch.fits():
                     prepared.take_in(folded)
                 else:
-                    self._close(signature)
+                    self._evict(signature, _EXCHANGED)
             self._set_own("_folded", folded)
             self._forget_findings()
         return self
@@ -355,6 +377,8 @@ class Planned(ABC):
             device=", ".join(sorted(map(str, self._devices))) or "cpu",
             signatures=tuple(prepared.account() for prepared in list(self._prepared.values())),
             fallbacks=self._fallbacks.all(),
+            refusals=self._refusals.all(),
+            evictions=self._evictions.all(),
         )
 
     def report(self, path: str | Path, *, times: Times = "measured") -> Report:

@@ -11,6 +11,8 @@ from rich.table import Table
 
 from torch_nimble.errors import OptionError
 from torch_nimble.estimate import Gpu, estimated, fuse, load_gpu
+from torch_nimble.execute.measure import Timing
+from torch_nimble.explain import Candidate
 from torch_nimble.plans import Plan
 from torch_nimble.schedule import analyse, max_concurrency, serial, simulate, verify
 from torch_nimble.schedule import lanes as lane_plan
@@ -29,12 +31,21 @@ class MadePlan:
     simulated_us: float
     gpu: Gpu | None = None
     """Whose times the tasks have, if they were estimated."""
+    candidates: tuple[Candidate, ...] = ()
+    """The plans among which it is the one that would take least, if there were several."""
+    inputs: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """The plan's JSON object with the target and the simulated time; `plan=` takes it too."""
-        estimate = {} if self.gpu is None else {"gpu": self.gpu.name, "estimate": dict(self.gpu.said)}
+        estimate: dict[str, Any] = {}
+        if self.gpu is not None:
+            estimate = {
+                "gpu": self.gpu.name,
+                "estimate": dict(self.gpu.said),
+                "candidates": [c.to_dict(self.plan.planner) for c in self.candidates],
+            }
         made = {"target": self.target, **self.plan.to_dict(), "simulated_us": self.simulated_us}
-        return {**made, **estimate}
+        return {**made, "inputs": self.inputs, **estimate}
 
 
 def gpu_taskgraph(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> TaskGraph:
@@ -67,6 +78,7 @@ def make_plan(
         raise OptionError("--input and --dtype are for networks; a task graph's file has its own sizes")
     if gpu_name is not None:
         return _plan_for_gpu(target, inputs, dtype, lanes, console, load_gpu(gpu_name))
+    said = ""
     if is_graph_file(target):
         graph = TaskGraph.load(target)
     else:
@@ -76,10 +88,11 @@ def make_plan(
             found = load_target(target, inputs, dtype)
         with console.status(f"capturing {found.name}"):
             graph = taskgraph(found.model, found.args, found.kwargs)
+        said = found.inputs()
     analysis = analyse(graph)
     plan = max_concurrency(graph, analysis) if lanes is None else lane_plan(graph, lanes, analysis)
     verify(graph, plan)
-    return MadePlan(target, graph, plan, simulate(graph, plan).total_us)
+    return MadePlan(target, graph, plan, simulate(graph, plan).total_us, inputs=said)
 
 
 def _plan_for_gpu(
@@ -104,7 +117,33 @@ def _plan_for_gpu(
     totals = [gpu.timeline(graph, plan).total_us for plan in plans]
     best = min(range(len(plans)), key=lambda i: totals[i])
     verify(graph, plans[best])
-    return MadePlan(target, graph, plans[best], totals[best], gpu)
+    tried = tuple(map(_candidate, plans, totals))
+    return MadePlan(target, graph, plans[best], totals[best], gpu, tried, found.inputs())
+
+
+def _candidate(plan: Plan, total_us: float) -> Candidate:
+    """A plan that was simulated, with one round: the only one there can be."""
+    timing = Timing((total_us * 1e-6,))
+    return Candidate(plan.planner, plan.streams, plan.waits, 0, timing, None)
+
+
+def sentence(text: str) -> str:
+    """With a capital at its beginning."""
+    return text[:1].upper() + text[1:]
+
+
+def _candidates_table(made: MadePlan) -> Table:
+    """What each plan would take, and how many times the best."""
+    table = Table("", "candidate", box=None, pad_edge=False)
+    for column in ("streams", "waits", "estimated", "of the best"):
+        table.add_column(column, justify="right")
+    for c in made.candidates:
+        assert c.timing is not None
+        us = c.timing.median_us
+        mark = "→" if c.name == made.plan.planner else ""
+        cells = str(c.streams), str(c.waits), f"{us:.6g} µs", f"{us / made.simulated_us:.2f}×"
+        table.add_row(mark, c.name, *cells)
+    return table
 
 
 def show_plan(made: MadePlan, console: Console) -> None:
@@ -128,7 +167,8 @@ def show_plan(made: MadePlan, console: Console) -> None:
         grid.add_row(label, value)
     console.print(grid)
     if made.gpu is not None:
-        console.print(made.gpu.account())
+        console.print(sentence(made.gpu.account()))
+        console.print(_candidates_table(made))
     table = Table("stream", "tasks", "waits", "first", "last", box=None, pad_edge=False)
     by_stream: dict[int, list[str]] = {}
     waits: dict[int, int] = {}

@@ -14,7 +14,7 @@ from torch_nimble.devices import Device
 from torch_nimble.errors import StateError
 from torch_nimble.execute.autocast import autocast_off
 from torch_nimble.explain import KernelAccount, SignatureAccount
-from torch_nimble.flags import profiling
+from torch_nimble.flags import profiled
 from torch_nimble.lower.program import InputSlot
 from torch_nimble.options import Options
 from torch_nimble.prepare import Choice, Progress, prepare
@@ -85,7 +85,7 @@ class Prepared:
 
     def _in_profiles(self) -> contextlib.AbstractContextManager[Any]:
         """A range with a readable name, for whoever profiles."""
-        if not profiling():
+        if not profiled():
             return contextlib.nullcontext()
         return torch.profiler.record_function(self._label)
 
@@ -168,7 +168,9 @@ class Prepared:
                 name: tensor.clone() if name in state else tensor
                 for name, tensor in executable.constants.items()
             }
-            return self.device.timeline(executable, constants, inputs)
+            timing = next(c.timing for c in self.choice.candidates if c.name == self.choice.chosen)
+            call_us = None if timing is None else timing.median_us
+            return self.device.timeline(executable, constants, inputs, call_us)
 
     def account(self) -> SignatureAccount:
         """What `explain()` says about this signature."""

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 
 from torch_nimble.execute.cuda import CudaExecutable
-from torch_nimble.flags import profiling
+from torch_nimble.flags import PROFILER, profiled_here
 from torch_nimble.prepared import Prepared
 from torch_nimble.signature import tensor_keys
 from torch_nimble.tree import Leaf, Node, flatten_inputs, unflatten_output
@@ -97,7 +97,9 @@ class QuickCall:
             if structure != self._structure:
                 return MISS
         index = self._index
-        if len(tensors) != self._count or _forks[0] != self._forks or profiling():
+        if len(tensors) != self._count or _forks[0] != self._forks:
+            return MISS
+        if profiled_here() or PROFILER._is_profiler_enabled:
             return MISS
         if _current_device() != index:  # the driver copies on the current device
             return MISS

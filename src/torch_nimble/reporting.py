@@ -10,7 +10,8 @@ from typing import Any, get_args
 from rich.console import Console
 
 from torch_nimble.errors import OptionError
-from torch_nimble.planning import make_plan
+from torch_nimble.files import check_writable, writing
+from torch_nimble.planning import make_plan, sentence
 from torch_nimble.report import Race, Report, Times, save_page, save_trace
 from torch_nimble.report.contents import report_of_plan
 from torch_nimble.targets import device_of, is_graph_file, load_target
@@ -39,13 +40,14 @@ def make_report(wanted: Wanted, console: Console) -> dict[str, Any]:
         raise OptionError(f"--times {wanted.times!r} is not known; use {' or '.join(get_args(Times))}")
     files = [wanted.out, *([wanted.trace] if wanted.trace is not None else [])]
     for path in files:  # before the minutes that preparing may take
-        if not path.parent.is_dir():
-            raise OptionError(f"cannot write {str(path)!r}: its folder does not exist; make it first")
+        check_writable(path)
     is_simulated = wanted.gpu is not None or is_graph_file(wanted.target)
     made = _of_graph(wanted, console) if is_simulated else _of_model(wanted, console)
-    save_page(made, wanted.out)
+    with writing(wanted.out):
+        save_page(made, wanted.out)
     if wanted.trace is not None:
-        save_trace(made, wanted.trace)
+        with writing(wanted.trace):
+            save_trace(made, wanted.trace)
     for path in files:
         console.print(f"wrote {path}", soft_wrap=True, markup=False)
     return {**made.to_dict(), "written": [str(path) for path in files]}
@@ -60,14 +62,16 @@ def _of_graph(wanted: Wanted, console: Console) -> Report:
         raise OptionError("--simulate is for a GPU that is not here, and --device for one that is")
     made = make_plan(wanted.target, wanted.inputs, wanted.dtype, None, console, wanted.gpu)
     if made.gpu is None:
-        return report_of_plan(wanted.target, made.graph, made.plan)
+        return report_of_plan(wanted.target, made.graph, made.plan, inputs=made.inputs)
     return report_of_plan(
         wanted.target,
         made.graph,
         made.plan,
         timeline=made.gpu.timeline(made.graph, made.plan),
         device=f"{made.gpu.name}, estimated",
-        notes=(made.gpu.account(),),
+        notes=(sentence(made.gpu.account()),),
+        simulated=made.candidates,
+        inputs=made.inputs,
     )
 
 

@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import re
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,15 @@ class Target:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     source: str
+
+    def inputs(self) -> str:
+        """Shapes and dtypes of the example inputs, in words."""
+        from torch_nimble.tree import flatten_inputs
+
+        return ", ".join(
+            f"{'x'.join(map(str, t.shape)) or 'scalar'} {str(t.dtype).removeprefix('torch.')}"
+            for t in flatten_inputs(self.args, self.kwargs)[0]
+        )
 
 
 def is_graph_file(target: str) -> bool:
@@ -139,8 +149,10 @@ def _from_module(target: str, args: tuple[torch.Tensor, ...]) -> Target:
     _import_from_here()
     try:
         module = importlib.import_module(path)
-    except ImportError as reason:
-        raise OptionError(f"cannot import {path!r} for the target {target!r}: {reason}") from reason
+    except Exception as reason:  # whatever a module does when it is imported
+        raise OptionError(
+            f"cannot import {path!r} for the target {target!r}: {_said(reason, path)}"
+        ) from reason
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
@@ -158,13 +170,26 @@ def _from_module(target: str, args: tuple[torch.Tensor, ...]) -> Target:
         for parameter in inspect.signature(found).parameters.values()
     )
     if takes_nothing:
-        made = found()
+        try:
+            made = found()
+        except Exception as reason:
+            raise OptionError(f"calling {target!r} failed: {_said(reason, path)}") from reason
         if isinstance(made, torch.nn.Module):
             return Target(target, made.eval(), args, {}, path)
     if inspect.isclass(found):
         raise OptionError(f"{target!r} is a class that cannot be made without arguments; "
                           "point at a function that returns the module")  # fmt: skip
     return Target(target, found, args, {}, path)
+
+
+def _said(reason: Exception, module: str) -> str:
+    """What it says, and the last line of the target's module on the way to it."""
+    own = Path(getattr(sys.modules.get(module), "__file__", None) or f"{module.replace('.', '/')}.py")
+    frames = traceback.extract_tb(reason.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename).name == own.name]
+    first = next(iter(str(reason).strip().splitlines()), "")
+    kind = "" if isinstance(reason, ImportError) else f"{type(reason).__name__}: "
+    return f"{kind}{first}" + (f" ({own.name}:{lines[-1]})" if lines else "")
 
 
 def _converted(target: Target, dtype: str) -> Target:

@@ -62,6 +62,15 @@ def test_a_plan_that_cannot_be_written_is_one_line(graph_file: Path, tmp_path: P
     assert "cannot write the plan" in done.stderr
 
 
+def test_a_record_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    done = run("bench", "resnet50", "--device", "cpu", "--out", str(tmp_path / "taken"))
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "cannot write" in done.stderr
+    assert "taken" in done.stderr
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["plan", "missing.json"], ["nonsense"]])
 def test_pipes_get_no_colour(arguments: list[str]) -> None:
     done = run(*arguments)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import inspect
 import itertools
 import logging
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
+import typing
 import warnings
 from collections.abc import Iterator
 from functools import cache
@@ -21,7 +24,7 @@ import torch
 import typer
 
 import torch_nimble
-from torch_nimble import compat, schedule, zoo
+from torch_nimble import compat, errors, schedule, zoo
 from torch_nimble.cli import app
 from torch_nimble.zoo import libraries
 
@@ -30,7 +33,8 @@ DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.glob("*.md"), ROOT / "README.md"])
 BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
-# What a block may say that it needs, in its title, and whether that is here.
+# What a block may say that it needs, in its title, and whether that is here. The first run in
+# tests/gpu/test_docs.py; `make test` installs timm; the last has a test of its own.
 NEEDS = {
     "needs a GPU": torch.cuda.is_available,
     "needs timm": lambda: importlib.util.find_spec("timm") is not None,
@@ -104,6 +108,37 @@ def test_few_blocks_need_what_may_not_be_here() -> None:
     assert len([need for need in needs if need]) <= MOST_BLOCKS_WITH_NEEDS
 
 
+def test_the_block_for_several_processes_runs_in_two(tmp_path: Path) -> None:
+    """As the page has it, with another way to talk and a step where the page has dots."""
+    page = DOCS / "training.md"
+    (shown,) = (code for title, code, _ in blocks(page, "python") if "several processes" in title)
+    assert shown.count("\n...\n") == shown.count('"nccl"') == 1
+    run = shown.replace('"nccl"', '"gloo"').replace("\n...\n", "\nloss, hits = step(x, target)\n")
+    script = tmp_path / "processes.py"
+    script.write_text(blocks(page, "python")[0][1] + "step.close()\n" + run)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env={
+                **os.environ,
+                **place,
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "CUDA_VISIBLE_DEVICES": "",
+            },
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in started:
+        _, said = process.communicate(timeout=200)
+        assert process.returncode == 0, said
+
+
 def commands() -> list[tuple[str, list[str]]]:
     """Every command line of ours that a page shows."""
     return [
@@ -149,6 +184,27 @@ def test_every_public_name_has_a_place_in_the_reference() -> None:
     assert f"{compat.__name__}.Nimble" in shown
 
 
+def test_what_public_methods_return_has_a_place_in_the_reference() -> None:
+    shown = set(re.findall(r"^::: (\S+)$", (DOCS / "api.md").read_text(), re.MULTILINE))
+    returned = {
+        typing.get_type_hints(method).get("return")
+        for owner in (torch_nimble.Engine, torch_nimble.TrainingStep)
+        for name, method in inspect.getmembers(owner, inspect.isfunction)
+        if not name.startswith("_")
+    }
+    classes = {kind for kind in returned if isinstance(kind, type) and kind.__module__ in sys.modules}
+    ours = {kind for kind in classes if kind.__module__.startswith("torch_nimble")}
+    assert torch_nimble.Explanation in ours
+    for kind in ours:
+        assert any(f"{module}.{kind.__name__}" in shown for module in places_of(kind)), kind
+
+
+def places_of(kind: type) -> list[str]:
+    """Modules that it may be imported from: its own and those around it."""
+    parts = kind.__module__.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+
+
 # -------------------------------------------------------------------- messages
 
 _GAP = "\0"
@@ -182,7 +238,7 @@ def quoted_messages() -> list[str]:
     text = (DOCS / "troubleshooting.md").read_text()
     rows = re.findall(r"^\| `(.+?)`(?: \(`\w+`\))? \|", text, re.MULTILINE)
     assert len(rows) > 60
-    return rows
+    return [quoted for row in rows for quoted in row.split("`, `")]
 
 
 @pytest.mark.parametrize("quoted", quoted_messages())
@@ -193,6 +249,60 @@ def test_quoted_messages_are_in_the_source(quoted: str) -> None:
 def test_a_message_that_is_not_there_is_not_found() -> None:
     assert not any(is_quoted_from(message, "the moon is made of …") for message in messages())
     assert not is_quoted_from(f"a {_GAP} b", "b … a")
+
+
+# What is raised with these names is shown to users. A LoweringError is not: another lowering is tried,
+# and its text is the reason in "kernels cannot be fused: …" and the like.
+SHOWN = {
+    *(name for name in vars(errors) if name.endswith("Error") and name != "LoweringError"),
+    "RefusedError",
+    "FloatingPointError",
+    "warn",
+    "_fall_back",
+    "_refuse",
+}
+
+
+def shown_messages() -> dict[str, list[str]]:
+    """By its place in the source, the texts of each error and warning, of which one has to be quoted."""
+    found: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call):
+                continue
+            name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            told = node.args[1:2] if name == "_refuse" else node.args[:1]  # which has a signature first
+            texts = [text for argument in told for text in texts_of(argument)]
+            if name in SHOWN and texts:
+                found[f"{path.name}:{node.lineno} {name}"] = texts
+    return found
+
+
+def texts_of(node: ast.expr) -> list[str]:
+    """The texts that an expression may be, with gaps; none if it is a value from elsewhere."""
+    if isinstance(node, ast.JoinedStr):
+        return ["".join(str(p.value) if isinstance(p, ast.Constant) else _GAP for p in node.values)]
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return [node.value]
+    if isinstance(node, ast.IfExp):
+        return [*texts_of(node.body), *texts_of(node.orelse)]
+    if isinstance(node, ast.BinOp):
+        rights = texts_of(node.right) or [_GAP]
+        return [left + right for left in texts_of(node.left) for right in rights]
+    return []
+
+
+def test_every_message_of_the_source_is_in_the_troubleshooting() -> None:
+    quotes = quoted_messages()
+    shown = shown_messages()
+    assert len(shown) > 150
+    missing = {
+        place: texts
+        for place, texts in shown.items()
+        if not any(is_quoted_from(text, quoted) for text in texts for quoted in quotes)
+    }
+    assert not missing, "docs/troubleshooting.md has no row for these"
 
 
 def test_every_public_error_is_in_the_troubleshooting() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 from torch import fx, nn
 
+from torch_nimble import zoo
+from torch_nimble.api import taskgraph
 from torch_nimble.capture import Adapter, Callee
 from torch_nimble.capture.failure import origin
 from torch_nimble.lower import inductor
@@ -92,3 +95,12 @@ def test_inductor_s_comments_name_nodes_of_the_graph_that_it_was_given(
     for node in split.graph.find_nodes(op="call_function", target=torch.ops.aten.conv2d.default):
         assert f"Source Nodes: [{node.name}]" in text
         assert Path(__file__).name in origin(node)
+
+
+@pytest.mark.parametrize("name", ["ensemble", "darts"])
+def test_tasks_of_our_own_networks_have_lines(name: str) -> None:
+    network = zoo.load(name, resolution=64, calibrate=False)
+    graph = taskgraph(network.model, network.args, network.kwargs)
+    for task in graph.tasks:
+        place = task.origin.partition(" in ")[0]
+        assert re.fullmatch(r".*/torch_nimble/zoo/\w+\.py:\d+", place), f"{task.name}: {task.origin!r}"

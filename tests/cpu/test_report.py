@@ -25,6 +25,7 @@ from torch_nimble.execute.cpu import CpuExecutable
 from torch_nimble.execute.timelines import cpu_timeline, middle_pass
 from torch_nimble.lower import lower
 from torch_nimble.planning import make_plan, show_plan
+from torch_nimble.report.contents import report_of_plan
 from torch_nimble.reporting import Wanted, make_report
 from torch_nimble.schedule import Timeline, lanes, max_concurrency, serial
 from torch_nimble.tree import flatten_inputs
@@ -87,6 +88,14 @@ def test_the_pass_of_middle_length_is_taken_as_it_was() -> None:
     passes = [{"a": (5.0, 5.0 + k), "b": (6.0 + k, 8.0 + 2 * k)} for k in (9, 1, 4)]
     timeline = middle_pass(serial(graph), passes)
     assert [(s.start_us, s.end_us) for s in timeline.spans] == [(0.0, 4.0), (5.0, 11.0)]
+
+
+def test_where_a_call_s_time_is_known_the_nearest_pass_is_taken_as_it_was() -> None:
+    graph = nimble.TaskGraph.from_edges([nimble.Task("a"), nimble.Task("b")], [("a", "b")])
+    passes = [{"a": (5.0, 5.0 + k), "b": (6.0 + k, 8.0 + 2 * k)} for k in (9, 1, 4)]
+    for call_us, k in ((0.0, 1), (12.0, 4), (1000.0, 9)):
+        timeline = middle_pass(serial(graph), passes, call_us)
+        assert timeline.total_us == 3.0 + 2 * k
 
 
 def test_a_report_changes_nothing_and_shows_a_real_pass(tmp_path: Path) -> None:
@@ -216,7 +225,15 @@ def mine(tmp_path: Path) -> Iterator[Path]:
         "    def forward(self, x):\n"
         "        return x.cos() + x.sin()\n"
         "model = Two()\n"
+        "class Many(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return (x @ x) + (x @ (x + 1)) + (x @ (x + 2)) + (x @ (x + 3))\n"
+        "many = Many()\n"
+        "def fails():\n"
+        "    raise ValueError('no weights')\n"
     )
+    (tmp_path / "broken.py").write_text("import math\nmath.inf / 0\n")
+    (tmp_path / "taken").mkdir()
     yield tmp_path
     sys.modules.pop("mine", None)
 
@@ -254,13 +271,23 @@ def test_a_model_is_planned_as_on_a_gpu_that_is_not_here(
 ) -> None:
     monkeypatch.chdir(mine)
     console = Console(file=io.StringIO())
-    made = make_plan("mine:model", ["2x3"], "fp16", None, console, "h200")
+    made = make_plan("mine:many", ["8x8"], "fp16", None, console, "h200")
     found = json.loads(json.dumps(made.to_dict()))
     assert (found["gpu"], found["costs"]) == ("h200", "given")
     assert found["critical_path_us"] <= found["simulated_us"] < 100
     assert found["estimate"]["others"]["networks"]
     show_plan(made, console)
-    assert "not fitted to" in " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
+    shown = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
+    assert "not fitted to" in shown
+    assert "Times are those of a cost model" in shown
+    tried = found["candidates"]
+    assert len(tried) > 1
+    assert [c["name"] for c in tried if c["chosen"]] == [found["planner"]]
+    assert min(c["median_us"] for c in tried) == pytest.approx(found["simulated_us"])
+    for c in tried:
+        assert f"{c['name']} {c['streams']} {c['waits']} {c['median_us']:.6g} µs" in shown
+    assert found["inputs"] == "8x8 float16"
+    assert nimble.Plan.from_dict(found) == made.plan
 
 
 def test_a_model_is_reported_as_on_a_gpu_that_is_not_here(
@@ -268,14 +295,46 @@ def test_a_model_is_reported_as_on_a_gpu_that_is_not_here(
 ) -> None:
     monkeypatch.chdir(mine)
     files = mine / "page.html", mine / "trace.json"
-    wanted = Wanted("mine:model", ["2x3"], "fp16", None, None, *files, "h200")
+    wanted = Wanted("mine:many", ["8x8"], "fp16", None, None, *files, "h200")
     said = make_report(wanted, Console(file=io.StringIO()))
     assert (said["times"], said["device"]) == ("estimated", "h200, estimated")
     assert "not fitted to" in said["notes"][0]
     page = files[0].read_text()
     assert "slow each other down" in page
+    assert "Candidates" in page
+    assert "None of them was run" in page
+    assert "the plan takes, estimated" in page
+    assert f"{said['timeline_us']:.0f} µs</strong>" in page
+    assert "8x8 float16" in page
+    assert len(said["candidates"]) > 1
+    assert all(f">{c['median_us']:,.1f}<" in page for c in said["candidates"])
+    assert said["memory_bytes"] is None
     slices = {e["name"]: e for e in json.loads(files[1].read_text())["traceEvents"]}
     assert all(slices[task["name"]]["ts"] == task["start"] for task in data_of(page)["tasks"])
+
+
+def test_plan_and_report_agree_on_an_estimate(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tasks that share the device take longer in the timeline; the critical path is theirs alone."""
+    monkeypatch.chdir(mine)
+    console = Console(file=io.StringIO())
+    made = make_plan("mine:many", ["2048x2048"], "fp16", 4, console, "h200")
+    assert made.gpu is not None
+    timeline = made.gpu.timeline(made.graph, made.plan)
+    report = report_of_plan("mine", made.graph, made.plan, timeline=timeline)
+    took = sum(span.end_us - span.start_us for span in timeline.spans)
+    assert took > 1.5 * sum(made.graph.costs_us), "nothing shares the device"
+    assert made.plan.facts is not None
+    assert report.longest[0] == pytest.approx(made.plan.facts.critical_path_us)
+    assert sum(kind.us for kind in report.kinds) == pytest.approx(sum(made.graph.costs_us))
+    assert report.ratio == pytest.approx(made.simulated_us / made.plan.facts.critical_path_us)
+
+
+def test_a_wish_that_is_refused_leaves_files_as_they_were(mine: Path) -> None:
+    (mine / "old.html").write_text("old")
+    done = run("report", "no.json", "--out", str(mine / "old.html"), "--trace", str(mine / "new.json"))
+    assert done.returncode == 1
+    assert (mine / "old.html").read_text() == "old"
+    assert not (mine / "new.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -287,6 +346,17 @@ def test_a_model_is_reported_as_on_a_gpu_that_is_not_here(
         (["graph.json", "--times", "guessed"], ["guessed", "measured or simulated"]),
         (["mine:model", "--input", "2x3", "--device", "cuda"], ["--device cuda"]),
         (["graph.json", "--out", "no/such/folder.html"], ["no/such/folder.html"]),
+        (["graph.json", "--out", "taken"], ["cannot write 'taken'"]),
+        (["graph.json", "--trace", "taken"], ["cannot write 'taken'"]),
+        (["mine:many", "--input", "8x8", "--out", "taken"], ["cannot write 'taken'"]),
+        (
+            ["broken:model", "--input", "8x8"],
+            ["cannot import 'broken'", "ZeroDivisionError", "broken.py:2"],
+        ),
+        (
+            ["mine:fails", "--input", "8x8"],
+            ["calling 'mine:fails'", "ValueError: no weights", "mine.py:11"],
+        ),
     ],
 )
 def test_wrong_wishes_get_one_clear_line(

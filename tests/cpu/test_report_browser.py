@@ -163,6 +163,17 @@ def test_the_card_shows_the_task_under_the_mouse_as_text(open_page: Callable[...
     assert page.card() == ""
 
 
+def test_the_card_shows_tasks_of_a_large_network(open_page: Callable[..., Page]) -> None:
+    page = open_page("large")
+    for operator in ("aten.conv2d.default", "aten.avg_pool2d.default"):
+        script = "operator => data.tasks.filter((t) => t.operator === operator).at(-1)?.name"
+        name = page.tab.evaluate(script, operator)
+        page.tab.mouse.move(*page.place(name))
+        assert page.card().startswith(name)
+        assert operator in page.card()
+        assert "float32" in page.card()
+
+
 def test_a_click_keeps_the_card_and_escape_takes_it_away(open_page: Callable[..., Page]) -> None:
     page = open_page("small")
     page.tab.mouse.click(*page.place("pool"))
@@ -285,8 +296,15 @@ def column(table: Any, index: int) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("name", ["small", "huge"])
-def test_tasks_sort_and_filter(name: str, open_page: Callable[..., Page]) -> None:
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("small", "AtEn.max_pool2d default"),
+        ("large", "AtEn. pool2d default"),
+        ("huge", "AtEn.max_pool2d default"),
+    ],
+)
+def test_tasks_sort_and_filter(name: str, words: str, open_page: Callable[..., Page]) -> None:
     page = open_page(name)
     table = page.tab.locator("#tasks table")
     count = table.locator("tbody tr").count()
@@ -299,13 +317,13 @@ def test_tasks_sort_and_filter(name: str, open_page: Callable[..., Page]) -> Non
     shown = len(column(table, 2))
     assert page.tab.locator(".filter output").inner_text() == f"{shown} of {count} tasks"
     page.tab.get_by_label("Kind").select_option("")
-    page.tab.get_by_label("Filter").fill("AtEn.max_pool2d default")
+    page.tab.get_by_label("Filter").fill(words)
     assert len(column(table, 2)) == shown
     page.tab.get_by_label("Filter").fill("nothing like that")
     assert column(table, 1) == []
     page.tab.get_by_label("Filter").fill("")
     assert len(column(table, 1)) == count
-    table.get_by_role("button", name="task").click()
+    table.get_by_role("button", name="task", exact=True).click()
     assert column(table, 1) == sorted(column(table, 1), key=lambda text: [
         int(part) if part.isdigit() else part for part in re.split(r"(\d+)", text)
     ])  # fmt: skip
@@ -323,6 +341,34 @@ def test_a_row_shows_its_task_in_the_timeline(open_page: Callable[..., Page]) ->
     end = page.tab.evaluate("name => data.tasks.find((task) => task.name === name).end", name)
     assert low < end <= high
     assert page.canvas.bounding_box()["y"] > 0
+
+
+@pytest.mark.parametrize("name", ["small", "large"])
+def test_rows_are_reached_by_key(name: str, open_page: Callable[..., Page]) -> None:
+    page = open_page(name)
+    focused = "document.activeElement.querySelector('th')?.innerText"
+    page.tab.get_by_label("Kind").select_option("pooling")
+    names = column(page.tab.locator("#tasks table"), 1)
+    last_header = page.tab.locator("#tasks thead button").last
+    last_header.focus()
+    page.tab.keyboard.press("Tab")
+    assert page.tab.evaluate(focused) == names[0]
+    walked = [names[0]]
+    for _ in range(min(3, len(names) - 1)):
+        page.tab.keyboard.press("ArrowDown")
+        walked.append(page.tab.evaluate(focused))
+    assert walked == names[: len(walked)]
+    page.tab.keyboard.press("ArrowUp")
+    at = walked[max(0, len(walked) - 2)]
+    assert page.tab.evaluate(focused) == at
+    page.tab.keyboard.press("Enter")
+    page.until("name => views[0].canvas.dataset.task === name", at)
+    page.until("!document.getElementById('card').hidden")
+    assert page.card().startswith(at)
+    assert page.tab.evaluate("document.activeElement === views[0].canvas")
+    page.tab.keyboard.press("Enter")
+    assert page.tab.evaluate(focused) == at
+    assert page.tab.locator("#tasks tbody tr[tabindex='0']").count() == 1
 
 
 def test_how_a_plan_was_chosen_is_on_the_page(open_page: Callable[..., Page]) -> None:
@@ -353,8 +399,9 @@ def test_only_tables_scroll_sideways(name: str, open_page: Callable[..., Page]) 
         assert all(own == around for own, around in page.tab.evaluate(widths))
 
 
-def test_the_theme_is_drawn_and_printed_in_light(open_page: Callable[..., Page]) -> None:
-    page = open_page("small")
+@pytest.mark.parametrize("name", ["small", "large"])
+def test_the_theme_is_drawn_and_printed_in_light(name: str, open_page: Callable[..., Page]) -> None:
+    page = open_page(name)
     light = page.pixels()
     page.tab.locator("#theme").click()
     dark = page.pixels()
@@ -368,6 +415,27 @@ def test_the_theme_is_drawn_and_printed_in_light(open_page: Callable[..., Page])
     assert page.pixels() == light
     page.tab.evaluate("dispatchEvent(new Event('afterprint'))")
     assert page.pixels() == dark
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_labels_can_be_read_on_every_kind_of_block(theme: str, open_page: Callable[..., Page]) -> None:
+    page = open_page("small")
+    page.tab.evaluate("theme => { document.documentElement.dataset.theme = theme; }", theme)
+    page.pixels()
+    contrasts = page.tab.evaluate(
+        "views[0].kinds.map((colour, i) => contrast(colour, views[0].inks[i]))"
+    )
+    assert len(contrasts) == 9
+    assert min(contrasts) >= 4.5
+
+
+def test_colours_of_the_legend_are_printed(open_page: Callable[..., Page]) -> None:
+    page = open_page("small")
+    page.tab.emulate_media(media="print")
+    style = "getComputedStyle(document.querySelector('.legend i')).printColorAdjust"
+    assert page.tab.evaluate(style) == "exact"
+    broken = "getComputedStyle(document.querySelector('section p')).breakInside"
+    assert page.tab.evaluate(broken) == "avoid"
 
 
 def test_two_thousand_tasks_are_drawn_without_lag(open_page: Callable[..., Page]) -> None:

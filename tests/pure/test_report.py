@@ -308,6 +308,23 @@ def test_a_pass_that_fails_is_simulated_and_says_why() -> None:
     assert "ZeroDivisionError" in page_of(report)
 
 
+def test_a_pass_that_took_much_longer_than_a_call_is_noted() -> None:
+    plan = schedule.serial(GRAPH)
+
+    def passed(times_a_call: float) -> Timeline:
+        last = plan.launches[-1]
+        spans = [Span(launch.task, launch.stream, 0.0, 0.0) for launch in plan.launches[:-1]]
+        return Timeline((*spans, Span(last.task, last.stream, 0.0, times_a_call * 10.0)))
+
+    told = [
+        report_of(explanation(), account(), GRAPH, plan, "CPU", lambda k=k: passed(k), "measured").notes  # type: ignore[misc]
+        for k in (1.0, 1.1, 1.9)
+    ]
+    assert ["times as long as a call" in " ".join(notes) for notes in told] == [False, False, True]
+    assert "took 1.9 times as long" in told[2][0]
+    assert told[0] == account().notes
+
+
 def test_simulated_times_need_no_pass() -> None:
     def fail() -> Timeline:
         raise AssertionError("nothing was to be run")

@@ -16,6 +16,8 @@ from torch_nimble.capture.isolation import UnseenError, WrittenError
 from torch_nimble.errors import CaptureError
 
 _OWN = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/")
+_NETWORKS = f"{Path(__file__).parents[1] / 'zoo'}/"
+"""Ours as well, but to be explained like a user's: their lines are what tasks come from."""
 _STDLIB = str(Path(traceback.__file__).parent)
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 
@@ -91,6 +93,8 @@ def _is_symbolic(value: Any) -> bool:
 
 
 def _is_users(filename: str) -> bool:
+    if filename.startswith(_NETWORKS):
+        return True
     if filename.startswith((*_OWN, "<")):
         return False
     return "site-packages" in filename or not filename.startswith(_STDLIB)

@@ -187,8 +187,12 @@ class Device(abc.ABC):
         executable: Executable,
         constants: Mapping[str, torch.Tensor],
         inputs: Sequence[torch.Tensor],
+        call_us: float | None = None,
     ) -> Timeline:
-        """When each task of a plan runs in a real pass, which writes these constants and inputs."""
+        """When each task of a plan runs in a real pass, which writes these constants and inputs.
+
+        Of several passes, one that takes about as long as a call.
+        """
 
     @abc.abstractmethod
     def described(self) -> str:

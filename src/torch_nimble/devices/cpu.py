@@ -132,10 +132,11 @@ class CpuDevice(Device):
         executable: Executable,
         constants: Mapping[str, torch.Tensor],
         inputs: Sequence[torch.Tensor],
+        call_us: float | None = None,
     ) -> Timeline:
         """Timed by the threads that run the tasks."""
         assert isinstance(executable, CpuExecutable)
-        return cpu_timeline(executable, constants, inputs)
+        return cpu_timeline(executable, constants, inputs, call_us)
 
     def described(self) -> str:
         """How many threads there are to divide."""

@@ -204,10 +204,11 @@ class CudaDevice(Device):
         executable: Executable,
         constants: Mapping[str, torch.Tensor],
         inputs: Sequence[torch.Tensor],
+        call_us: float | None = None,
     ) -> Timeline:
         """Timed by events in a second capture."""
         assert isinstance(executable, CudaExecutable)
-        return cuda_timeline(executable, constants, inputs)
+        return cuda_timeline(executable, constants, inputs, call_us)
 
     def described(self) -> str:
         """The GPU's name."""

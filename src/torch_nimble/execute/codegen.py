@@ -57,8 +57,13 @@ class _Slots:
         return self.number.setdefault((value, taker), len(self.number))
 
 
-def compile_plan(program: Program, plan: Plan, *, timed: bool = False) -> Compiled:
-    """Functions for a verified plan. With `timed`, the start and end of each task are recorded too."""
+def compile_plan(
+    program: Program, plan: Plan, *, timed: bool = False, labels: Mapping[str, str] | None = None
+) -> Compiled:
+    """Functions for a verified plan. With `timed`, the start and end of each task are recorded too.
+
+    With `labels`, each task is a range in torch's profiler, and says there where it comes from.
+    """
     by_stream: dict[Any, list[Launch]] = {}
     for launch in plan.launches:
         by_stream.setdefault(launch.stream, []).append(launch)
@@ -88,7 +93,8 @@ def compile_plan(program: Program, plan: Plan, *, timed: bool = False) -> Compil
         for launch in by_stream.get(where, ()):
             awaited = [numbers[earlier, launch.task] for earlier in dict.fromkeys(launch.waits)]
             calls_of = program.tasks[launch.task]
-            writer.launch(launch.task, calls_of, awaited, told.get(launch.task, []), timed)
+            label = None if labels is None else labels[launch.task]
+            writer.launch(launch.task, calls_of, awaited, told.get(launch.task, []), timed, label)
         if where == BEGIN:
             for call in program.preamble:
                 writer.call(call)
@@ -155,9 +161,10 @@ class _Writer:
             for name in call.refs():
                 self.uses_left[name] = self.uses_left.get(name, 0) + 1
         self.held: set[str] = set()
+        self.indent = "    "
 
     def line(self, text: str) -> None:
-        self.lines.append(f"    {text}")
+        self.lines.append(f"{self.indent}{text}")
 
     def open(self, program: Program) -> None:
         """Take the inputs, in the function that begins."""
@@ -174,6 +181,7 @@ class _Writer:
         awaited: Iterable[int],
         told: Iterable[int],
         timed: bool,
+        label: str | None,
     ) -> None:
         first = len(self.lines) + 1
         for number in awaited:
@@ -181,8 +189,14 @@ class _Writer:
         self.line("if nimble__halt: raise nimble__Halted")
         if timed:
             self.line("nimble__start = nimble__now()")
+        if label is not None:
+            self.line(f"with nimble__range({task!r}, {label!r}):")
+            self.indent = "        "
         for call in calls:
             self.call(call)
+        if label is not None:
+            self.line("pass")  # a task may have no call
+        self.indent = "    "
         if timed:
             self.line(f"nimble__spans[{task!r}] = (nimble__start, nimble__now())")
         for number in told:

@@ -7,6 +7,9 @@ taken: telling releases it, waiting takes it again, and so it is ready for the n
 An exception in a task stops all streams before their next task and is raised in the caller, with a
 note that says which task of which line of the model it was. So does Ctrl-C. The executable can be
 run again afterwards.
+
+While the caller is profiled, each task is a range of its name. Torch's profiler watches one thread only,
+unless it is asked for all: then tasks run on their streams, and otherwise in the caller's thread.
 """
 
 from __future__ import annotations
@@ -16,17 +19,22 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from torch_nimble.execute.codegen import Compiled, compile_plan
 from torch_nimble.execute.threads import default_intra_threads_kept, set_own_intra_threads
+from torch_nimble.flags import profiled, profiled_here
 from torch_nimble.lower import Lowered
 from torch_nimble.plans import Plan
-from torch_nimble.schedule import verify
+from torch_nimble.schedule import serial, verify
 
 Tensor = torch.Tensor
+_Named = Literal["here", "on streams"] | None
+"""Whether tasks are ranges in a profile, and whether they then run in the caller's thread."""
+_ONE_BY_ONE = "tasks of all streams one after another, since one thread is profiled"
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class Halted(BaseException):
@@ -44,6 +52,7 @@ class CpuExecutable:
         self.spans: dict[str, tuple[float, float]] = {}
         self._constants: dict[str, Tensor] = {}
         self._timed = timed
+        self._named: _Named = None
         self._assemble()
 
     def _assemble(self) -> None:
@@ -51,13 +60,18 @@ class CpuExecutable:
 
         They are put in place when all is there, so that Ctrl-C before that leaves nothing half-made.
         """
-        code = compile_plan(self.lowered.program, self.plan, timed=self._timed)
+        plan = serial(self.lowered.graph) if self._named == "here" else self.plan
+        labels = None
+        if self._named is not None:
+            labels = {task.name: task.origin for task in self.lowered.graph.tasks}
+        code = compile_plan(self.lowered.program, plan, timed=self._timed, labels=labels)
         code.namespace.update(
             self._constants,
             nimble__halt=(),
             nimble__Halted=Halted,
             nimble__spans=self.spans,
             nimble__now=time.perf_counter,
+            nimble__range=_range,
         )
         team = _Team(code, self.intra_threads) if len(code.streams) > 1 else None
         self._code, self._team = code, team
@@ -99,11 +113,23 @@ class CpuExecutable:
             t if t.stride() == slot.strides else _relaid(t, slot.strides)
             for t, slot in zip(tensors, slots, strict=True)
         ]
-        results = self.run(inputs)
+        named = _named_for_profiler() if profiled() else None
+        if named != self._named:
+            self._name(named)
+        with _range(_ONE_BY_ONE, "") if named == "here" and self.plan.streams > 1 else _NOTHING:
+            results = self.run(inputs)
         for slot, tensor, used in zip(slots, tensors, inputs, strict=True):
             if slot.mutated and used is not tensor:
                 tensor.copy_(used)
         return results
+
+    def _name(self, named: _Named) -> None:
+        """Other code for the same plan: with ranges for a profiler, or without."""
+        self._named = named
+        if self._team is not None:
+            self._team.unfinished = True  # if Ctrl-C comes before there is another
+            self._team.close()
+        self._assemble()
 
     def rebind(self, constants: Mapping[str, Tensor]) -> None:
         """Use these tensors as the program's constants from the next run on."""
@@ -133,6 +159,16 @@ class CpuExecutable:
                     f"from {task.origin or 'the model'}"
                 )
             traceback = traceback.tb_next
+
+
+def _named_for_profiler() -> _Named:
+    """Where the profiler that is on sees tasks: it watches this thread alone, or all, or another."""
+    return "here" if profiled_here() else "on streams"
+
+
+def _range(name: str, origin: str) -> torch.profiler.record_function:
+    """A range in torch's profiler."""
+    return torch.profiler.record_function(name, origin or None)
 
 
 class _Team:

@@ -5,14 +5,22 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from torch_nimble.errors import OptionError, first_line
 from torch_nimble.execute.measure import Timing
-from torch_nimble.explain import Candidate, Explanation, Fallback, KindAccount, SignatureAccount
+from torch_nimble.explain import (
+    Candidate,
+    Eviction,
+    Explanation,
+    Fallback,
+    KindAccount,
+    Refusal,
+    SignatureAccount,
+)
 from torch_nimble.plans import Plan
 from torch_nimble.report.floors import times_by_kind
 from torch_nimble.report.measures import idle_share, with_times
@@ -23,6 +31,8 @@ Times = Literal["measured", "simulated"]
 """What one can ask for."""
 Source = Literal["measured", "simulated", "estimated"]
 """Where times come from; estimated ones are those of a device that is not here."""
+_MUCH_LONGER = 1.2
+"""So many times a call's time a pass that was measured may take without a word."""
 _PACKAGES = ("torch-nimble", "torch", "triton")
 
 
@@ -56,6 +66,12 @@ class Report:
     """How the plan was prepared; None for a plan that was only made."""
     fallbacks: tuple[Fallback, ...] = ()
     race: Race | None = None
+    refusals: tuple[Refusal, ...] = ()
+    evictions: tuple[Eviction, ...] = ()
+    simulated: tuple[Candidate, ...] = ()
+    """The plans that this one was compared with where nothing was raced, their times simulated."""
+    inputs: str = ""
+    """Shapes and dtypes that the plan was made for, if they are known."""
 
     @property
     def unit(self) -> str:
@@ -65,14 +81,22 @@ class Report:
 
     @cached_property
     def longest(self) -> tuple[float, tuple[str, ...]]:
-        """Length and tasks of the longest path, by the times of this timeline."""
-        return critical_path(with_times(self.graph, self.timeline))
+        """Length and tasks of the longest path, by the times of this timeline.
+
+        Estimated ones are those that tasks take by themselves: no plan has less than that path, while in
+        the timeline tasks that share the device have slowed each other down.
+        """
+        return critical_path(self._timed_graph)
+
+    @cached_property
+    def _timed_graph(self) -> TaskGraph:
+        return self.graph if self.times == "estimated" else with_times(self.graph, self.timeline)
 
     @cached_property
     def kinds(self) -> tuple[KindAccount, ...]:
         """Where the time of this timeline goes; with floors only if it was measured."""
         device = self.device if self.times == "measured" else ""
-        return times_by_kind(with_times(self.graph, self.timeline), device)
+        return times_by_kind(self._timed_graph, device)
 
     @property
     def ratio(self) -> float:
@@ -83,6 +107,11 @@ class Report:
     def idle(self) -> float:
         """Which part of the streams' time no task runs in."""
         return idle_share(self.timeline)
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """The plans that were raced, or else those that were simulated."""
+        return self.simulated if self.account is None else self.account.candidates
 
     @property
     def chosen(self) -> Candidate | None:
@@ -129,8 +158,14 @@ class Report:
             "call_us": self.call_us,
             "speedup_over_one_stream": self.over_one_stream,
             "speedup_over_eager": None if self.race is None else self.race.speedup,
-            "memory_bytes": 0 if self.account is None else self.account.memory_bytes,
+            "candidates": [c.to_dict(self.plan.planner) for c in self.simulated]
+            if self.account is None
+            else [c.to_dict(self.account.chosen) for c in self.account.candidates],
+            "inputs": self.inputs,
+            "memory_bytes": None if self.account is None else self.account.memory_bytes or None,
             "fallbacks": [asdict(fallback) for fallback in self.fallbacks],
+            "refusals": [asdict(refusal) for refusal in self.refusals],
+            "evictions": [asdict(eviction) for eviction in self.evictions],
             "notes": list(self.notes),
         }
 
@@ -155,7 +190,7 @@ def report_of(
         except RuntimeError as reason:  # too little memory for a second capture; inputs it cannot take
             said = f"The pass to be measured failed, so times are simulated: {first_line(reason)}"
             notes = (said, *notes)
-    return Report(
+    made = Report(
         model=explanation.model,
         graph=graph,
         plan=plan,
@@ -166,6 +201,22 @@ def report_of(
         versions=versions(),
         account=account,
         fallbacks=explanation.fallbacks,
+        refusals=explanation.refusals,
+        evictions=explanation.evictions,
+        inputs=account.inputs,
+    )
+    return replace(made, notes=(*_slowness(made), *notes))
+
+
+def _slowness(report: Report) -> tuple[str, ...]:
+    """A note if the pass that is shown took much longer than a call."""
+    took, call_us = report.timeline.total_us, report.call_us
+    if report.times != "measured" or call_us is None or took <= _MUCH_LONGER * call_us:
+        return ()
+    return (
+        f"The pass in the timeline took {took / call_us:.1f} times as long as a call in the race of "
+        "candidates, and no other pass came nearer: the machine was busier than then, or tasks are so "
+        "short that noting their times weighs. What takes long may be seen in it, but not how long.",
     )
 
 
@@ -177,6 +228,8 @@ def report_of_plan(
     timeline: Timeline | None = None,
     device: str = "",
     notes: tuple[str, ...] = (),
+    simulated: tuple[Candidate, ...] = (),
+    inputs: str = "",
 ) -> Report:
     """The report of a plan that is not run, its times simulated, or estimated if a timeline is given.
 
@@ -191,6 +244,8 @@ def report_of_plan(
         notes=notes,
         device=device,
         versions=versions(),
+        simulated=simulated,
+        inputs=inputs,
     )
 
 

@@ -3,10 +3,23 @@
 
 const AXIS = 24, GAP = 3, BLOCK_LABEL = 34;
 
+// Luminance and contrast of colours such as #1b2128, as the Web Content Accessibility Guidelines have them.
+function luminance(colour) {
+  const [r, g, b] = colour.match(/[0-9a-f]{2}/gi).map((part) => {
+    const value = parseInt(part, 16) / 255;
+    return value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4;
+  });
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+}
+
+function contrast(one, other) {
+  const [low, high] = [luminance(one), luminance(other)].sort((a, b) => a - b);
+  return (high + 0.05) / (low + 0.05);
+}
+
 // Black or white, whichever is read better on a colour.
 function inkOn(colour) {
-  const [r, g, b] = colour.match(/[0-9a-f]{2}/gi).map((part) => parseInt(part, 16));
-  return 0.299 * r + 0.587 * g + 0.114 * b > 150 ? "#14181d" : "#ffffff";
+  return contrast("#14181d", colour) > contrast("#ffffff", colour) ? "#14181d" : "#ffffff";
 }
 
 // Round distances between marks, at most so many in a span.

@@ -21,9 +21,9 @@ from torch_nimble.report.kinds import KINDS
 from torch_nimble.report.tasks import TaskView, task_views
 
 _HOW = {
-    "measured": "Measured: one real pass over the plan on made-up inputs (of several, the one of middle "
-    "length), the start and end of each task noted where it ran. Noting takes a little time itself, so "
-    "the pass is somewhat longer than a call.",
+    "measured": "Measured: one real pass over the plan on made-up inputs (of several, the one that took "
+    "most nearly as long as a call), the start and end of each task noted where it ran. Noting takes a "
+    "little time itself.",
     "simulated": "Simulated: each task takes the time it took by itself, begins as soon as the plan "
     "lets it, and slows no other task down.",
     "estimated": "Estimated: each task takes what a cost model says, begins as soon as the plan lets "
@@ -45,9 +45,14 @@ def page_of(report: Report) -> str:
         ("timeline", "Timeline", _how(report), _view(report, views, "timeline")),
         ("graph", "Graph by stream", _GRAPH, _view(report, views, "graph")),
         ("kinds", "Where the time goes", _about_kinds(report), _table(_kinds(report), "Times")),
-        ("tasks", "Tasks", "", _tasks(report, views)),
+        ("tasks", "Tasks", _TASKS, _tasks(report, views)),
         ("kernels", "Kernels", _KERNELS, _table(_kernels(report), "Kernels")),
-        ("candidates", "Candidates", _CANDIDATES, _table(_candidates(report), "Candidates")),
+        (
+            "candidates",
+            "Candidates",
+            _about_candidates(report),
+            _table(_candidates(report), "Candidates"),
+        ),
         ("preparation", "Preparation", "", _table(_stages(report), "Preparation")),
         ("conditions", "Conditions", "", _table(_conditions(report), "Conditions")),
     ]
@@ -67,6 +72,10 @@ _GRAPH = (
     "Each task as far to the right as tasks come before it, one after another. Along a lane tasks "
     "follow each other; curves are waits, the only other order there is."
 )
+_TASKS = (
+    "A click on a row shows its task in the timeline, and so does Enter; arrow keys go from row to row "
+    "once one has the focus."
+)
 _FLOOR = (
     "The floor is the least time for this work at the rates of the GPU's data sheet: for each task to "
     "fetch weights and inputs from memory or to compute its products, whichever is longer. What tasks "
@@ -81,6 +90,15 @@ _KERNELS = (
     "Convolutions and small linear layers of each kind: which way to compute them was chosen, of how "
     "many, and what one takes by itself on this machine; what the library takes with a kernel more for "
     "what comes after it. Of layers that could be one: whether they are, and what the other way takes."
+)
+_SIMULATED = (
+    "Plans whose times were simulated with the same cost model; the one that would take least is shown. "
+    "None of them was run."
+)
+_BY_THEMSELVES = (
+    "These are the times that tasks take by themselves, and so is the critical path's length. In the "
+    "timeline and the table of tasks those that run together and want more than the whole device take "
+    "longer."
 )
 _CARD = (
     '<aside id="card" aria-live="polite" hidden><button type="button" aria-label="Close">×</button>'
@@ -112,6 +130,9 @@ def _tiles(report: Report) -> Iterable[tuple[str, str, str]]:
     if alone is not None:
         how = report.times if account is None else "in the race of candidates"
         yield f"{alone:.2f}×", f"as fast as the best plan on one stream, {how}", "lead"
+    if account is None:
+        what = "all tasks on these streams take" if report.unit == "tasks" else "the plan takes"
+        yield _amount(report.timeline.total_us, report.unit), f"{what}, {report.times}", "lead"
     if race is None and report.call_us is not None:
         yield _time(report.call_us), "a pass of the plan, as a caller waits for it", ""
     plan, waits = report.plan, report.plan.waits
@@ -133,13 +154,22 @@ def _versions(report: Report) -> list[str]:
 
 
 def _notices(report: Report) -> str:
-    """Notes, and what runs eagerly, with its reason and a remedy."""
+    """Notes; what runs eagerly, with its reason and a remedy; what was refused or dropped, and why."""
     notes = "".join(f"<li>{html.escape(note)}</li>" for note in report.notes)
     rows = tuple(
         (Cell(f.reason, f.reason), number(f.calls), word(f.remedy)) for f in report.fallbacks if f.calls
     )
     table = _table(Grid(("ran eagerly because", "calls", "remedy"), rows), "Calls that ran eagerly")
-    return (f'<ul class="notes">{notes}</ul>' if notes else "") + table
+    refused = tuple((Cell(r.reason, r.reason), word(r.error), number(r.calls)) for r in report.refusals)
+    dropped = tuple(
+        (Cell(e.reason, e.reason), word(e.inputs), number(e.plans)) for e in report.evictions
+    )
+    return (
+        (f'<ul class="notes">{notes}</ul>' if notes else "")
+        + table
+        + _table(Grid(("refused because", "error", "calls"), refused), "Calls that were refused")
+        + _table(Grid(("dropped because", "inputs", "plans"), dropped), "Plans that were dropped")
+    )
 
 
 # -------------------------------------------------------------------- timeline and graph
@@ -219,7 +249,12 @@ def _about_kinds(report: Report) -> str:
         return _FLOOR
     if report.times == "measured":
         return f"No floor is shown, since the rates of {report.device or 'the device'} are not known."
-    return f"No floor is shown, since times are {report.times}, not measured."
+    said = f"No floor is shown, since times are {report.times}, not measured."
+    return f"{said} {_BY_THEMSELVES}" if report.times == "estimated" else said
+
+
+def _about_candidates(report: Report) -> str:
+    return _SIMULATED if report.account is None else _CANDIDATES
 
 
 def _kinds(report: Report) -> Grid:
@@ -296,9 +331,7 @@ def _kernels(report: Report) -> Grid:
 
 
 def _candidates(report: Report) -> Grid:
-    if report.account is None:
-        return Grid((), ())
-    chosen = report.account.chosen
+    chosen = report.plan.planner if report.account is None else report.account.chosen
     rows = tuple(
         (
             Cell(f"→ {c.name}" if c.name == chosen else c.name, c.name, "ours" * (c.name == chosen)),
@@ -306,14 +339,15 @@ def _candidates(report: Report) -> Grid:
             number(c.waits),
             number(c.threads or None),
             number(c.timing.median_us if c.timing else None, ",.1f"),
-            number(100 * c.timing.spread if c.timing else None, ".0f", " %"),
+            number(100 * c.timing.spread if c.timing and report.account else None, ".0f", " %"),
             number(c.error, ".1e"),
             number(c.memory_bytes / 2**20 if c.memory_bytes else None, ".1f"),
             word(c.note),
         )
-        for c in report.account.candidates
+        for c in report.candidates
     )
-    header = ("candidate", "streams", "waits", "threads a stream", "median, µs", "spread", "error")
+    took = f"{report.times}, µs" if report.account is None else "median, µs"
+    header = ("candidate", "streams", "waits", "threads a stream", took, "spread", "error")
     return _without_empty(Grid((*header, "memory, MiB", "note"), rows))
 
 
@@ -341,11 +375,10 @@ def _stages(report: Report) -> Grid:
 
 def _conditions(report: Report) -> Grid:
     facts, account = report.plan.facts, report.account
-    said: list[tuple[str, object]] = [("model", report.model)]
+    said: list[tuple[str, object]] = [("model", report.model), ("inputs", report.inputs)]
     if account is not None:
         changed = ", ".join(f"{name} {count}" for name, count in account.passes.items() if count)
         said += [
-            ("inputs", account.inputs),
             ("calls so far", account.calls),
             ("tasks are", account.tasks_are),
             ("changed by passes", changed),

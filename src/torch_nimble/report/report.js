@@ -126,6 +126,7 @@ function applyFilter() {
     row.hidden = !kept;
     count += kept;
   });
+  if (reached.hidden) reach(rows.find((row) => !row.hidden) ?? reached);
   filter.querySelector("output").textContent = count < rows.length ? `${count} of ${rows.length} tasks` : `${count} tasks`;
 }
 
@@ -135,14 +136,53 @@ filter.addEventListener("submit", (event) => event.preventDefault());
 function showRow(task) {
   if (rows[task].hidden) { filter.reset(); applyFilter(); }
   mark(task);
+  enter(rows[task]);
   rows[task].scrollIntoView({ block: "center", behavior: "instant" });
 }
 
 function mark(task) { rows.forEach((row, i) => row.classList.toggle("shown", i === task)); }
 
-rows.forEach((row, i) => row.addEventListener("click", () => {
-  mark(i);
+function showTask(row) {
+  const task = rows.indexOf(row);
+  mark(task);
   views[0].canvas.scrollIntoView({ block: "center", behavior: "instant" });
   // The scrolling is told of later, and what it tells hides the card.
-  requestAnimationFrame(() => requestAnimationFrame(() => views[0].set(i, { pinned: true, reveal: true })));
-}));
+  requestAnimationFrame(() => requestAnimationFrame(() => views[0].set(task, { pinned: true, reveal: true })));
+}
+
+for (const row of rows) row.addEventListener("click", () => showTask(row));
+
+// One row at a time can be reached with Tab; arrow keys go from it to those that are shown.
+let reached = rows[0];
+
+function reach(row) {
+  if (reached) reached.tabIndex = -1;
+  reached = row;
+  if (reached) reached.tabIndex = 0;
+}
+
+function enter(row) {
+  reach(row);
+  row.focus({ preventScroll: true });
+}
+
+function beside(row, next) {
+  do row = next ? row.nextElementSibling : row.previousElementSibling; while (row?.hidden);
+  return row;
+}
+
+document.querySelector("#tasks tbody")?.addEventListener("keydown", (event) => {
+  const row = event.target.closest("tr");
+  if (event.ctrlKey || event.metaKey || event.altKey || event.shiftKey) return;
+  if (event.key === "ArrowDown" || event.key === "ArrowUp") {
+    const other = beside(row, event.key === "ArrowDown");
+    if (other) { enter(other); other.scrollIntoView({ block: "nearest", behavior: "instant" }); }
+  } else if (event.key === "Enter") {
+    views[0].canvas.focus({ preventScroll: true });
+    showTask(row);
+  } else {
+    return;
+  }
+  event.preventDefault();
+});
+reach(reached);

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torch_nimble.capture.isolation import attributes_kept
-from torch_nimble.errors import InputError, StateError
+from torch_nimble.errors import InputError, NimbleError, StateError
 from torch_nimble.options import Options
 from torch_nimble.planned import Planned
 from torch_nimble.prepare import Progress
@@ -41,6 +41,7 @@ from torch_nimble.weights import ModuleWatch
 
 _UPDATING = ("", "last batch", "update")
 """The parts of a step that end with an update."""
+_OTHER_STATE = "the optimizer, its settings or the parameters that it has were changed"
 
 
 class TrainingStep(Planned):
@@ -91,6 +92,13 @@ class TrainingStep(Planned):
         With `accumulate`, one of the batches that make a step.
         """
         self._check_usable()
+        try:
+            return self._answer(args, kwargs)
+        except NimbleError as error:
+            self._note_refusal(error)
+            raise
+
+    def _answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given, structure = flatten_inputs(args, kwargs)
         tensors = check_tensors(structure, given)
         with self._lock, written_back(given, tensors):
@@ -115,7 +123,7 @@ class TrainingStep(Planned):
     def _run(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Any:
         if self._disabled:
             if self._step.state.shape() != self._shape:
-                self._begin_anew()
+                self._begin_anew(_OTHER_STATE)
             return self._eager(structure, tensors)
         last = self._last.get(self._phase()) if self._follow() else None
         quickly = None if last is None else last.plan_for(structure, tensors)
@@ -204,6 +212,14 @@ class TrainingStep(Planned):
     def prepare(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Self:
         """Make the plan for batches like this one now. Nothing is trained by it."""
         self._check_usable()
+        try:
+            self._prepare_for(args, kwargs)
+        except NimbleError as error:
+            self._note_refusal(error)
+            raise
+        return self
+
+    def _prepare_for(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
         tensors, structure = flatten_inputs(*as_arguments(args, kwargs))
         tensors = check_tensors(structure, tensors)
         if not self._disabled:
@@ -211,7 +227,6 @@ class TrainingStep(Planned):
                 self._follow()
                 self._check_call(structure, tensors)
                 self._prepare(structure, tensors)
-        return self
 
     def _eager(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Any:
         """The same by PyTorch itself; gradients that the caller had are left as they were."""
@@ -277,7 +292,7 @@ class TrainingStep(Planned):
             with attributes_kept([self.model]):
                 return super()._prepare(structure, tensors)
         except CountsApartError as found:
-            self._begin_anew(found.parts)
+            self._begin_anew("parameters have made different numbers of steps", found.parts)
         return self._prepare(structure, tensors)
 
     def _on_new(
@@ -348,19 +363,22 @@ class TrainingStep(Planned):
         refuse_hooks(self.model)
         refuse_shared_memory(self.model)
         is_same = self._modules_watch.unchanged() and self._callee.reaches_the_same()
+        reason = _OTHER_STATE
         if not is_same:
             remedy = "Pass what changes from step to step with the batch, as a tensor"
-            self._count_change(self._modules_watch.what_changed(), remedy)
+            what = self._modules_watch.what_changed()
+            self._count_change(what, remedy)
+            reason = f"the model or the loss function was changed{f' (now {what})' if what else ''}"
         if not (
             is_same
             and rule_of(self.optimizer)[0] is self._step.rule
             and self._step.state.shape() == self._shape
             and self._step.state.follow()
         ):
-            self._begin_anew()
+            self._begin_anew(reason)
 
-    def _begin_anew(self, parts: Mapping[str, Hashable] | None = None) -> None:
-        self._drop_plans()
+    def _begin_anew(self, reason: str, parts: Mapping[str, Hashable] | None = None) -> None:
+        self._evict_all(reason)
         self._adapters.clear()
         if self._processes is not None:
             self._processes.forget()
