@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 import functools
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,6 +19,10 @@ from cpu.helpers import assert_close
 
 X = torch.tensor([1.0, 2.0])
 COUNTS = torch.arange(3)
+
+
+def times(x: Tensor, factor: float) -> Tensor:
+    return x * factor
 
 
 class Function(nn.Module):
@@ -54,6 +60,39 @@ class Settings:
     scale = 1.0
 
 
+@dataclass
+class Config:
+    """Settings among which there is code."""
+
+    scale: float = 2.0
+    act: Any = nn.GELU
+    also: tuple[Any, ...] = (torch.relu, times)
+
+
+class Slotted:
+    """The same without a dict."""
+
+    __slots__ = ("act", "scale")
+
+    def __init__(self) -> None:
+        self.scale, self.act = 2.0, F.gelu
+
+
+class Alike(enum.Enum):
+    """Members that look the same, and are equal."""
+
+    ONE, OTHER = 1.0, 2.0
+
+    def __repr__(self) -> str:
+        return "Alike"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Alike)
+
+    def __hash__(self) -> int:
+        return 0
+
+
 def changed(model: Function, name: str, value: Any) -> None:
     setattr(model, name, value)
 
@@ -84,6 +123,34 @@ CHANGES: dict[str, tuple[Callable[[], Function], Callable[[Any], object], Tensor
     "an attribute instead of one of the class": (
         lambda: Function(lambda m, x: x * m.settings.scale, settings=Settings()),
         lambda m: setattr(m.settings, "scale", 5.0),
+        X,
+    ),
+    "a number beside a class": (
+        lambda: Function(lambda m, x: x * m.config.scale, config=Config()),
+        lambda m: setattr(m.config, "scale", 5.0),
+        X,
+    ),
+    "the class beside a number": (
+        lambda: Function(lambda m, x: m.config.act()(x), config=Config()),
+        lambda m: setattr(m.config, "act", nn.Tanh),
+        X,
+    ),
+    "a number beside a partial and a method": (
+        lambda: Function(
+            lambda m, x: x * m.config.scale,
+            config=Config(act=functools.partial(times, factor=2.0), also=(X.add,)),
+        ),
+        lambda m: setattr(m.config, "scale", 5.0),
+        X,
+    ),
+    "a number beside a function, in slots": (
+        lambda: Function(lambda m, x: x * m.config.scale, config=Slotted()),
+        lambda m: setattr(m.config, "scale", 5.0),
+        X,
+    ),
+    "a member of an enumeration that is equal": (
+        lambda: Function(lambda m, x: x * m.k.value, k=Alike.ONE),
+        lambda m: changed(m, "k", Alike.OTHER),
         X,
     ),
     "a float instead of an int": (
@@ -248,6 +315,84 @@ class TestMasks:
         with torch.no_grad(), nimble.compile(model) as fast:
             assert_close(fast(x), model(x))
             assert not fast.explain().fallbacks
+
+
+# -------------------------------------------------------------------- inputs
+
+
+@pytest.mark.parametrize(
+    "keys", [(1, True, 1.0), (0.0, -0.0), ((1, 2), (1, 2.0), (True, 2)), (Alike.ONE, Alike.OTHER)]
+)
+def test_keys_that_are_equal_are_told_apart(keys: tuple[Any, ...]) -> None:
+    def scaled(given: dict[Any, Tensor]) -> Tensor:
+        ((key, x),) = given.items()
+        shown = key.name if isinstance(key, Alike) else repr(key)
+        return x * sum(map(ord, shown))
+
+    with nimble.compile(scaled) as fast:
+        for key in keys:
+            assert torch.equal(fast({key: X}), scaled({key: X}))
+
+
+def test_members_of_an_enumeration_are_told_apart_by_which_they_are() -> None:
+    with nimble.compile(lambda x, member: x * member.value) as fast:
+        assert torch.equal(fast(X, Alike.ONE), X)
+        assert torch.equal(fast(X, Alike.OTHER), X * 2)
+
+
+@pytest.mark.parametrize("longest", [None, 1, 3])
+def test_a_deque_keeps_its_longest_length(longest: int | None) -> None:
+    def added(given: deque[Tensor]) -> Tensor:
+        mine = given.copy()
+        mine.append(given[0] * 3)
+        return mine[0] + (given.maxlen or 0)
+
+    with nimble.compile(added) as fast:
+        for length in (longest, 2):
+            given = deque([X], length)
+            assert torch.equal(fast(given), added(given))
+
+
+def test_a_deque_that_is_returned_keeps_its_longest_length() -> None:
+    with nimble.compile(lambda x: deque([x * 2], 5), (X,)) as fast:
+        assert fast(X).maxlen == 5
+
+
+@dataclass
+class Batch:
+    x: Tensor
+
+    @functools.cached_property
+    def twice(self) -> Tensor:
+        return self.x * 2
+
+
+def test_what_a_property_of_an_input_keeps_is_made_anew() -> None:
+    given = Batch(X)
+    assert torch.equal(given.twice, X * 2)
+    with nimble.compile(lambda batch: batch.x + 1) as fast:
+        assert torch.equal(fast(given), X + 1)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: List([X]), lambda: Dict(a=X), lambda: Batch(X)], ids=["list", "dict", "dataclass"]
+)
+def test_an_input_with_more_than_its_elements_is_refused(make: Callable[[], Any]) -> None:
+    given = make()
+    given.factor = 3.0
+    fast = nimble.compile(lambda given: getattr(given, "factor", 1.0) * X)
+    with pytest.raises(nimble.InputError, match="'factor' beside its elements"):
+        fast(given)
+    assert torch.equal(fast(make()), X)
+
+
+def test_an_input_that_gets_more_than_its_elements_in_a_call_is_refused() -> None:
+    def kept(batch: Batch) -> Tensor:
+        batch.sum = batch.x.sum()  # type: ignore[attr-defined]
+        return batch.x * 2
+
+    with pytest.raises(nimble.CaptureError, match="that it is given"):
+        nimble.compile(kept, (Batch(X),))
 
 
 # -------------------------------------------------------------------- results
