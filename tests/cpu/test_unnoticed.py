@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import types
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -315,6 +316,79 @@ class TestMasks:
         with torch.no_grad(), nimble.compile(model) as fast:
             assert_close(fast(x), model(x))
             assert not fast.explain().fallbacks
+
+
+# -------------------------------------------------------------------- imported modules
+
+settings: Any = types.ModuleType("settings")
+settings.inner = types.ModuleType("settings.inner")
+
+
+@pytest.fixture
+def imported() -> Any:
+    """A module with settings, and one inside it, as `import settings.inner` would bind them."""
+    settings.scale, settings.inner.scale = 2.0, 2.0
+    settings.table, settings.act, settings.net = {"k": 2.0}, torch.relu, nn.Linear(2, 2)
+    return settings
+
+
+def of_a_closure() -> Callable[[Tensor], Tensor]:
+    mine = settings
+    return lambda x: x * sum(mine.scale for _ in x)
+
+
+@pytest.mark.parametrize(
+    ("function", "change"),
+    [
+        (lambda x: x * settings.scale, lambda m: setattr(m, "scale", 5.0)),
+        (of_a_closure(), lambda m: setattr(m, "scale", 5.0)),
+        (lambda x: x * settings.inner.scale, lambda m: setattr(m.inner, "scale", 5.0)),
+        (
+            lambda x: x * settings.inner.scale,
+            lambda m: setattr(m, "inner", types.SimpleNamespace(scale=5.0)),
+        ),
+        (lambda x: x * settings.table["k"], lambda m: m.table.update(k=5.0)),
+        (lambda x: settings.act(x), lambda m: setattr(m, "act", torch.tanh)),
+        (lambda x: settings.net(x), lambda m: nn.init.zeros_(m.net.weight)),
+        (lambda x: settings.net(x), lambda m: setattr(m, "net", nn.Linear(2, 2))),
+        (lambda x: x * getattr(settings, "gone", settings.scale), lambda m: delattr(m, "scale")),
+    ],
+    ids=["global", "closure", "inner", "module", "dict", "function", "weight", "network", "gone"],
+)
+def test_what_a_function_reads_of_an_imported_module_is_followed(
+    function: Callable[[Tensor], Tensor], change: Callable[[Any], object], imported: Any
+) -> None:
+    kept = imported.inner
+    with nimble.compile(function, (X,)) as fast, torch.no_grad():
+        before = fast(X)
+        assert torch.equal(before, function(X))
+        change(imported)
+        try:
+            expected = function(X)
+        except AttributeError:
+            with pytest.raises((AttributeError, nimble.CaptureError, nimble.InputError)):
+                fast(X)
+        else:
+            assert not torch.equal(expected, before)
+            assert torch.equal(fast(X), expected)
+    imported.inner = kept
+
+
+def test_a_plan_lasts_while_an_imported_module_stays_as_it_is(imported: Any) -> None:
+    with nimble.compile(lambda x: settings.net(x) * settings.scale, (X,)) as fast:
+        plan = fast.plan
+        fast(X)
+        assert fast.plan is plan
+
+
+def test_a_number_that_is_counted_in_an_imported_module_is_refused_and_put_back(imported: Any) -> None:
+    def counts(x: Tensor) -> Tensor:
+        settings.scale += 1.0
+        return x * settings.scale
+
+    with pytest.raises(nimble.CaptureError, match=r"'settings\.scale' from"):
+        nimble.compile(counts, (X,))
+    assert imported.scale == 2.0
 
 
 # -------------------------------------------------------------------- inputs
