@@ -20,7 +20,7 @@ _LEFT_OUT = frozenset(["torch", "torch_nimble", *sys.stdlib_module_names])
 
 
 def attributes_of_modules(function: types.FunctionType) -> Iterator[Place]:
-    """Attributes that are there now, of modules that a function names, other than torch's and Python's."""
+    """Attributes that are there now, of modules that a function names; not torch's and Python's."""
     chains = _chains(function.__code__)
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     for root, *names in chains:
@@ -41,7 +41,7 @@ def attributes_of_modules(function: types.FunctionType) -> Iterator[Place]:
 
 @functools.lru_cache
 def _chains(code: types.CodeType) -> tuple[tuple[str, ...], ...]:
-    """Names with the attributes that code reads of them, `a.b.c` as one; that of code inside included."""
+    """Names with the attributes that code reads of them, `a.b.c` as one, code inside it included."""
     found: list[tuple[str, ...]] = []
     chain: tuple[str, ...] = ()
     for step in dis.get_instructions(code):
