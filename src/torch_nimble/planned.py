@@ -245,6 +245,7 @@ class Planned(ABC):
             AutocastState.current(kind),
             tuple(self._modules_watch.training()),
             torch.get_default_dtype(),
+            torch.get_autocast_dtype(kind),
             numeric_flags() if kind == "cuda" else (),
         )
 

@@ -39,6 +39,8 @@ class Signature:
     training: tuple[bool, ...]
     """The mode of every module of the model, in its order."""
     default_dtype: torch.dtype
+    autocast_dtype: torch.dtype
+    """What a model that turns autocast on itself would get."""
     flags: tuple[bool, ...] = ()
     """What torch may do to numbers on a GPU, such as TF32."""
     phase: str = ""
@@ -49,6 +51,7 @@ class Signature:
         return (
             self.autocast == AutocastState.current(kind)
             and torch.get_default_dtype() is self.default_dtype
+            and torch.get_autocast_dtype(kind) is self.autocast_dtype
             and (kind != "cuda" or numeric_flags() == self.flags)
         )
 

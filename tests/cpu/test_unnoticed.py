@@ -6,7 +6,7 @@ import enum
 import functools
 import types
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -154,6 +154,21 @@ CHANGES: dict[str, tuple[Callable[[], Function], Callable[[Any], object], Tensor
         lambda m: changed(m, "k", Alike.OTHER),
         X,
     ),
+    "a parameter that requires grad no longer": (
+        lambda: Function(lambda m, x: x * m.p * (2 if m.p.requires_grad else 3), p=parameter(3.0)),
+        lambda m: m.requires_grad_(False),
+        X,
+    ),
+    "another that does not": (
+        lambda: Function(lambda m, x: x * m.p * (2 if m.p.requires_grad else 3), p=parameter(3.0)),
+        lambda m: setattr(m, "p", nn.Parameter(m.p.detach(), requires_grad=False)),
+        X,
+    ),
+    "the dtype of an autocast inside": (
+        lambda: autocasting(),
+        lambda m: torch.set_autocast_dtype("cpu", torch.float16),
+        torch.rand(4, 2),
+    ),
     "a float instead of an int": (
         lambda: Function(lambda m, x: x * m.k, k=2),
         lambda m: changed(m, "k", 2.0),
@@ -209,6 +224,21 @@ def hooked(module: Any) -> Any:
     return module
 
 
+def autocasting() -> Function:
+    def cast(model: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cpu"):
+            return model.linear(x)
+
+    return Function(cast, linear=nn.Linear(2, 2))
+
+
+@pytest.fixture
+def _autocast_dtype() -> Iterator[None]:
+    yield
+    torch.set_autocast_dtype("cpu", torch.bfloat16)
+
+
+@pytest.mark.usefixtures("_autocast_dtype")
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_noticed(name: str) -> None:
     make, change, x = CHANGES[name]
@@ -221,6 +251,15 @@ def test_a_change_is_noticed(name: str) -> None:
         assert found.dtype is expected.dtype
         assert not (torch.equal(expected, before) and expected.dtype is before.dtype)
         assert torch.equal(found, expected)
+
+
+def test_whether_parameters_require_grad_is_only_looked_at_where_it_matters() -> None:
+    model = nn.Linear(2, 2)
+    with nimble.compile(model, (X,)) as fast:
+        (before,) = fast._prepared.values()
+        model.requires_grad_(False)
+        fast(X)
+        assert list(fast._prepared.values()) == [before]
 
 
 def test_a_number_that_a_function_has_bound_may_become_another_zero() -> None:

@@ -55,6 +55,8 @@ class Callee:
         self.modules = _modules_among(self.reached)
         self.watched: Iterable[nn.Module] = tuple(self.modules.values())
         """Modules whose attributes calls may read."""
+        self.asked: dict[int, nn.Parameter] = {}
+        """Parameters of which calls have asked whether they require grad, by their ids."""
         self.name: str = (
             type(target).__name__
             if isinstance(target, nn.Module)
