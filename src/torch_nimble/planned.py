@@ -256,6 +256,7 @@ class Planned(ABC):
             AutocastState.current(kind),
             tuple(self._modules_watch.training()),
             torch.get_default_dtype(),
+            torch.get_autocast_dtype(kind),
             flags_on(kind),
         )
 

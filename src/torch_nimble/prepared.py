@@ -43,7 +43,7 @@ class Prepared:
         self.device = device
         self.choice: Choice = prepare(device, adapter, tensors, options, folded, progress)
         self._program = self.choice.lowered.program
-        self._trains = adapter.trains
+        self._trains, self._callee = adapter.trains, adapter.callee
         self._label = f"torch_nimble {adapter.callee.name} ({self.choice.chosen})"
         roots = [*adapter.callee.modules.values(), *adapter.callee.watched]
         self._modules = list(dict.fromkeys(m for root in roots for m in root.modules()))
@@ -62,7 +62,7 @@ class Prepared:
             source.tensor() for name, source in sources.items() if self._written or name in program.state
         ]
         self._exposed = frozenset(_storage(tensor) for tensor in held if tensor is not None)
-        return Watch(sources, program.state, self._modules)
+        return Watch(sources, program.state, self._modules, self._callee.asked.values())
 
     @property
     def writes(self) -> bool:

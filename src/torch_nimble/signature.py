@@ -40,6 +40,8 @@ class Signature:
     training: tuple[bool, ...]
     """The mode of every module of the model, in its order."""
     default_dtype: torch.dtype
+    autocast_dtype: torch.dtype
+    """What a model that turns autocast on itself would get."""
     flags: tuple[bool, ...] = ()
     """How torch computes some layers, and what it may do to numbers on a GPU, such as TF32."""
     phase: str = ""
@@ -50,6 +52,7 @@ class Signature:
         return (
             self.autocast == AutocastState.current(kind)
             and torch.get_default_dtype() is self.default_dtype
+            and torch.get_autocast_dtype(kind) is self.autocast_dtype
             and flags_on(kind) == self.flags
         )
 

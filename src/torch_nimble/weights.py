@@ -34,6 +34,7 @@ from torch_nimble.touched import Tables
 _optimizer_steps = [0]
 _TRAINING = operator.itemgetter("training")
 _VERSION = operator.attrgetter("_version")
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _DATA_PTR = torch.Tensor.data_ptr
 
 
@@ -273,8 +274,13 @@ class Watch:
     """The model's tensors that a plan depends on, as they were when it last took them in."""
 
     def __init__(
-        self, sources: Mapping[str, Source], state: frozenset[str], modules: Iterable[nn.Module]
+        self,
+        sources: Mapping[str, Source],
+        state: frozenset[str],
+        modules: Iterable[nn.Module],
+        asked: Iterable[torch.Tensor] = (),
     ) -> None:
+        """Of tensors that are `asked` whether they require grad, that is looked at, too."""
         modules = list(modules)
         tensors = {name: source.tensor() for name, source in sources.items()}
         # Tied weights stand in several tables; replacing any of them changes the model.
@@ -303,7 +309,9 @@ class Watch:
         self._located = [tensor for tensor in tensors.values() if tensor is not None]
         self._addresses = list(map(_DATA_PTR, self._located))
         self._places = list(range(len(self._located)))
-        self._looks = _looks(self._tensors)
+        self._asked = list(asked)
+        self._require_grad = list(map(_REQUIRES_GRAD, self._asked))
+        self._looks = self._looks_of(self._tensors)
         self._steps = _optimizer_steps[0]
 
     def _now(self) -> list[Any]:
@@ -335,11 +343,21 @@ class Watch:
             self._steps == _optimizer_steps[0]
             and self._versions == list(map(_VERSION, self._counted))
             and _same_addresses(self._located, self._addresses, self._places)
+            and self._require_grad == list(map(_REQUIRES_GRAD, self._asked))
         )
 
     def fits(self) -> bool:
         """Whether what the model holds now has the shapes, dtypes and devices the plan was made for."""
-        return self._looks == _looks(self._now()) and self._names == self._names_now()
+        return (
+            self._looks == self._looks_of(self._now())
+            and self._names == self._names_now()
+            and self._require_grad == list(map(_REQUIRES_GRAD, self._asked))
+        )
+
+    def _looks_of(self, tensors: list[Any]) -> Any:
+        """Of a parameter that is replaced, whether it requires grad as the one before did."""
+        held = [t for t in tensors if isinstance(t, torch.Tensor)] if self._asked else []
+        return _looks(tensors), list(map(_REQUIRES_GRAD, held))
 
 
 def _batches_of(modules: Iterable[nn.Module]) -> list[torch.Tensor]:

@@ -43,7 +43,7 @@ from torch_nimble.capture.isolation import (
     replaced,
 )
 from torch_nimble.capture.layouts import WritesByLayout
-from torch_nimble.errors import CaptureError
+from torch_nimble.errors import CaptureError, InputError
 from torch_nimble.tree import Node, Structure, flatten_inputs, flatten_output, unflatten_inputs
 
 # torch.export keeps flags of its own in globals and puts fake tensors into the model while it traces:
@@ -264,11 +264,14 @@ class Adapter(nn.Module):
     def _refuse_changed_containers(
         self, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]
     ) -> None:
-        now, structure = flatten_inputs(args, kwargs)
+        try:
+            now, structure = flatten_inputs(args, kwargs)
+        except InputError:  # something has become an input that no call may have
+            structure = None
         if structure != self._structure or not all(map(operator.is_, now, tensors)):
             raise CaptureError(
-                f"{self.callee.name} ({self.callee.location}) changes a list or dict that it is given; "
-                "a plan cannot do that to the caller's own. Return the new values instead"
+                f"{self.callee.name} ({self.callee.location}) changes a list or dict that it is given, "
+                "or an object; a plan cannot do that to the caller's own. Return the new values instead"
             )
 
     def eager(

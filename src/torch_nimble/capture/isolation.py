@@ -29,6 +29,7 @@ IN_PLACE = re.compile(
     r"|__i(add|sub|mul|matmul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__"
 )
 """Names of functions that write their first argument."""
+_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__get__
 _CALLS_FORWARD = nn.Module._call_impl.__code__
 _SMALL = 1 << 20
 
@@ -244,6 +245,7 @@ class ParametersKnown(TorchFunctionMode):
 
     A graph holds only a copy or an alias of such a parameter, and its changes would go unseen.
     torch.export does not say that a tensor it met was a parameter, so a call of the model is watched.
+    The callee is told of parameters that are asked whether they require grad, which is frozen, too.
     """
 
     def __init__(self, callee: Callee, parameters: Iterable[nn.Parameter]) -> None:
@@ -266,6 +268,8 @@ class ParametersKnown(TorchFunctionMode):
                     f"{tuple(item.shape)} whose module could not be found from the function; "
                     "compile a method of that module, or a function that names the module directly"
                 )
+        if func == _REQUIRES_GRAD and isinstance(args[0], nn.Parameter):
+            self._callee.asked[id(args[0])] = args[0]
         return func(*args, **named)
 
 
