@@ -259,6 +259,11 @@ def _reference(adapter: Traceable, trial: Trial, tensors: Sequence[torch.Tensor]
         raise
     except (RuntimeError, TypeError, ValueError) as reason:
         raise refused_by_model(adapter.callee.name, tensors, reason) from reason
+    if trial.lost:
+        more = f" and {len(trial.lost) - 3} more" if len(trial.lost) > 3 else ""
+        raise MismatchError(
+            f"eager changes {', '.join(trial.lost[:3])}{more} in a way that no graph shows"
+        )
     return reference
 
 

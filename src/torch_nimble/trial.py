@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from torch_nimble.capture import StandIn, TorchGenerators, Traceable, generators_kept
-from torch_nimble.execute.check import TOLERANCE, joined_error
+from torch_nimble.execute.check import TOLERANCE, joined_error, relative_error
 from torch_nimble.lower import Lowered
 from torch_nimble.weights import FoldedConstants
 
@@ -54,6 +54,8 @@ class Trial:
         }
         self._copies = {name: tensor.clone() for name, tensor in self._state.items()}
         self.copied_constants = {**self.constants, **self._copies}
+        self.lost: list[str] = []
+        """State that eager changes and the program does not write, by target."""
         self._generators = TorchGenerators()
         self._after_eager = self._after_run = torch.get_rng_state()
 
@@ -70,12 +72,22 @@ class Trial:
             results, buffers = self._adapter.eager(copies, stand_in)
             if stand_in is None:
                 self._after_eager = torch.get_rng_state()
+                self.lost = list(self._lost(buffers))
         sources = self.lowered.program.sources
         return [
             *(result.detach() for result in results),
             *(buffers[sources[name].target] for name in self._state),
             *(copy for copy, written in zip(copies, self._written, strict=True) if written),
         ]
+
+    def _lost(self, after: Mapping[str, torch.Tensor]) -> Iterator[str]:
+        sources = self.lowered.program.sources
+        written = {id(sources[name].tensor()) for name in self.lowered.program.state}
+        for target, tensor in self._adapter.held().items():
+            new = after.get(target, tensor)
+            is_same = id(tensor) in written or torch.equal(new, tensor)
+            if not is_same and relative_error(new, tensor) != 0.0:  # by which NaN is not off
+                yield target
 
     def run(self, run: Run) -> list[torch.Tensor]:
         """What a plan returns and leaves in what it writes, in the same order."""

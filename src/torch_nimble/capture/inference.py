@@ -184,6 +184,9 @@ class Traceable(Protocol):
         With `stand_in`, it runs on what that makes of each parameter, given its target.
         """
 
+    def held(self) -> dict[str, torch.Tensor]:
+        """The state that `eager` tells of, as it is now, by target."""
+
     def together(self, target: str) -> tuple[str, float | None]:
         """The name under which state is compared with eager's: what has one name is one vector.
 
@@ -211,6 +214,10 @@ class Adapter(nn.Module):
     def capture(self, tensors: Sequence[torch.Tensor], *, functional: bool = True) -> Captured:
         """What torch.export makes of a call; see `capture`."""
         return capture(self, tensors, functional=functional)
+
+    def held(self) -> dict[str, torch.Tensor]:
+        """All buffers."""
+        return dict(self.named_buffers())
 
     def together(self, target: str) -> tuple[str, float | None]:
         """Every buffer on its own."""

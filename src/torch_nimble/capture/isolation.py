@@ -29,6 +29,7 @@ _IN_PLACE = re.compile(
     r"|__i(add|sub|mul|matmul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__"
 )
 """Names of functions that write their first argument."""
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _CALLS_FORWARD = nn.Module._call_impl.__code__
 _SMALL = 1 << 20
 
@@ -295,7 +296,7 @@ class _Unwritten(TorchFunctionMode):
         named = kwargs or {}
         written = [named.get("out")]
         name = getattr(func, "__name__", "")
-        if _IN_PLACE.fullmatch(name):
+        if _IN_PLACE.fullmatch(name) or func == _SET_DATA:
             written += args[:1]
         if name in ("embedding", "embedding_bag") and (*args[3:4], named.get("max_norm"))[0] is not None:
             written += args[1:2]  # rows that are too long are made shorter
@@ -329,8 +330,9 @@ class UnseenError(RuntimeError):
 class Others(_Unwritten):
     """Looks at tensors that are no stand-ins: in code that is traced they are none of its inputs.
 
-    WrittenError before one is written. UnseenError before one is read that is not known by its id,
-    unless a module does it, whose surroundings are frozen.
+    What is assigned to the .data of a stand-in is written into it. WrittenError before one is written.
+    UnseenError before one is read that is not known by its id, unless a module
+    does it, whose surroundings are frozen.
     """
 
     def __init__(self, known: Collection[int]) -> None:
@@ -339,7 +341,7 @@ class Others(_Unwritten):
 
     def look_at(self, tensor: torch.Tensor, name: str) -> None:
         """Stand-ins are of classes of their own."""
-        if _has_values(tensor):
+        if has_values(tensor):
             raise WrittenError(f"{name} writes a tensor that was there before")
 
     def __torch_function__(
@@ -350,12 +352,25 @@ class Others(_Unwritten):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         for item in _items_of((*args, *(kwargs or {}).values())):
-            if _has_values(item) and id(item) not in self._known and not _in_a_module():
+            if has_values(item) and id(item) not in self._known and not _in_a_module():
                 raise UnseenError(f"{getattr(func, '__name__', func)} reads an unknown tensor")
+        if func == _SET_DATA and not has_values(args[0]):
+            return _fill(*args)
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def _has_values(item: Any) -> bool:
+def _fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """`tensor.data = values` as a write in place, which a graph can record."""
+    if (tensor.shape, tensor.dtype) != (values.shape, values.dtype):
+        raise CaptureError(
+            f"a tensor of {tuple(tensor.shape)} {tensor.dtype} is given .data of {tuple(values.shape)} "
+            f"{values.dtype}; keep shape and dtype, or do it outside of the step"
+        )
+    tensor.data.copy_(values.detach())
+
+
+def has_values(item: Any) -> bool:
+    """Whether it is a tensor of the caller's, and no stand-in, which are of classes of their own."""
     return type(item) in (torch.Tensor, nn.Parameter)
 
 

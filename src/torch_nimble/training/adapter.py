@@ -8,8 +8,9 @@ by the first, added to by those that follow, and used by the last.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -33,9 +34,10 @@ from torch_nimble.capture.traced import (
     noticing_checkpoints,
     trace,
 )
+from torch_nimble.capture.ways import NumbersRefused, StandIns
 from torch_nimble.errors import CaptureError, InputError
 from torch_nimble.lower.observe import draws_random
-from torch_nimble.training.callee import StepCallee
+from torch_nimble.training.callee import StepCallee, described_tensor
 from torch_nimble.training.rules import Rule
 from torch_nimble.training.scaling import Scaling
 from torch_nimble.training.state import CountsApartError, StepState, refuse_sparse
@@ -122,6 +124,8 @@ class StepAdapter:
         self._phase = phase
         self.output_structure: Structure
         self.assigned = Assigned()
+        self._looked: StandIns | None = None
+        """What the first eager run saw; others are looked at only if there was anything to see."""
         self.updated = updated
         """The parameters that get a gradient: found out, or given for an update without a batch."""
 
@@ -144,7 +148,8 @@ class StepAdapter:
 
         def function(*values: torch.Tensor) -> list[torch.Tensor]:
             given, batch = dict(zip(targets, values, strict=False)), values[len(targets) :]
-            results, new = self._functional(given, batch, known)
+            stand_ins = dict(zip(map(id, state), values, strict=False))
+            results, new = self._functional(given, batch, known, stand_ins)
             new |= {batch_target(i): value for i, value in enumerate(batch)}
             written[:] = new
             return [*results, *new.values()]
@@ -174,11 +179,16 @@ class StepAdapter:
         return as_captured(module, sources, written, numbers, self.output_structure, beside)
 
     def _functional(
-        self, state: Tensors, batch: Sequence[torch.Tensor], known: Collection[int]
+        self,
+        state: Tensors,
+        batch: Sequence[torch.Tensor],
+        known: Collection[int],
+        stand_ins: dict[int, torch.Tensor],
     ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         """Results, and the new value of every target that may have one.
 
-        Other tensors that the loss function reads have to be `known`, by their ids.
+        Other tensors that the loss function reads have to be `known`, by their ids; where it comes to
+        the state by ways of its own, it gets the `stand_ins`.
         """
         step = self._step
         own = _under("model", state)
@@ -189,15 +199,17 @@ class StepAdapter:
         buffers = {name: value for name, value in own.items() if name not in leaves}
         before = self._to_put_back(state)
         args, kwargs = unflatten_inputs(self._structure, batch)
+        stand_ins |= {id(m.parameter): leaves[m.name] for m in step.state.members if m.name in leaves}
+        by_other_ways = StandIns(stand_ins)
         with torch.enable_grad(), replaced(step.model, {**buffers, **leaves}):
             assignments = Assignments(self.callee)
             with AutocastState.entered(self._autocast):
-                with Others(known):
+                with Others(known), NumbersRefused(known), by_other_ways:
                     loss, rest = step.losses(args, kwargs)
                 weighed = step.weighed(loss, state.get("scaler._scale"))
             results, self.output_structure = flatten_output(step.results(loss, rest))
             # Activation checkpointing computes with the weights again in here.
-            others = self._step_callee.trained_elsewhere(list(step.model.parameters()))
+            others = self._others(by_other_ways)
             found = torch.autograd.grad(weighed, [*leaves.values(), *others.values()], allow_unused=True)
             with torch.no_grad():
                 results, _ = assignments.settle(results)
@@ -206,7 +218,7 @@ class StepAdapter:
         self.updated = frozenset(gradients)
         if step.keeps_gradients or not self.updates:
             refuse_sparse(step.model)
-        new = {f"model.{name}": value for name, value in buffers.items()}
+        new = {f"model.{name}": value for name, value in (buffers | leaves).items()}
         with torch.no_grad():
             if self._phase not in ("", "first batch"):
                 gradients = {n: g + state[f"sum.{n}"] for n, g in gradients.items()}
@@ -217,6 +229,15 @@ class StepAdapter:
                 new |= self._updates(state, own, gradients)
                 new |= {t: torch.where(new["signal.skipped"], v, new[t]) for t, v in before.items()}
         return [result.detach() for result in results], new
+
+    def _others(self, seen: StandIns) -> dict[str, torch.Tensor]:
+        """Tensors that want gradients and are not the model's, by a name for people."""
+        others = self._step_callee.trained_elsewhere(list(self._step.model.parameters()))
+        named = set(map(id, others.values()))
+        for number, tensor in seen.learnable.items():
+            if number not in named:
+                others[f"{described_tensor(tensor)} ({len(others) + 1})"] = tensor
+        return others
 
     @staticmethod
     def _refuse_gradients(found: Mapping[str, torch.Tensor | None]) -> None:
@@ -304,13 +325,18 @@ class StepAdapter:
         Single tensors may be nothing but rounding: the gradient of a bias before batch norm is.
         """
         kind, _, rest = target.partition(".")
-        if kind == "model" and rest in self.updated and self._step.rule is not None:
+        if kind == "model" and rest in self.updated and self.updates and self._step.rule is not None:
             return "parameters", self._step.rule.slack
         if kind == "optimizer":
             return f"optimizer.{target.rpartition('.')[2]}", None
         return (kind, None) if kind in ("gradient", "sum") else (target, None)
 
     # ------------------------------------------------------------ eager
+
+    def held(self) -> dict[str, torch.Tensor]:
+        """Parameters, buffers, and all that optimizer, scaler and step keep."""
+        sources = self._step.state.sources()
+        return {target: v for target, s in sources.items() if (v := s.tensor()) is not None}
 
     def eager(
         self, tensors: Sequence[torch.Tensor], stand_in: StandIn | None = None
@@ -320,7 +346,7 @@ class StepAdapter:
         Parameters that something else stood in for are told as if they had moved from where they are.
         """
         step = self._step
-        held = {t: v for t, s in step.state.sources().items() if (v := s.tensor()) is not None}
+        held = self.held()
         after = {t: v.detach().clone() for t, v in held.items()}
         begun: dict[str, torch.Tensor] = {}
         if stand_in is not None:
@@ -337,7 +363,8 @@ class StepAdapter:
             for name in self.updated:
                 trained[name].grad = after[f"sum.{name}"].clone()
         else:
-            results = self._eager_gradients(tensors, own, trained, after)
+            stand_ins = {id(value): after[target] for target, value in held.items()}
+            results = self._eager_gradients(tensors, own, trained, after, stand_ins)
         if self.updates:
             finish(step, trained, optimizer, after)
             after |= before if before and after["signal.skipped"] else {}
@@ -361,16 +388,18 @@ class StepAdapter:
         own: Tensors,
         trained: Tensors,
         state: Tensors,
+        stand_ins: Mapping[int, torch.Tensor],
     ) -> list[torch.Tensor]:
         """Forward and backward of a batch: gradients stand in what is trained, with those before it."""
         step = self._step
         args, kwargs = unflatten_inputs(self._structure, list(tensors))
         with torch.enable_grad(), replaced(step.model, own):
             assignments = Assignments(self.callee)
-            with AutocastState.entered(self._autocast):
+            with AutocastState.entered(self._autocast), self._by_other_ways(stand_ins) as seen:
                 loss, rest = step.losses(args, kwargs)
             results, _ = flatten_output(step.results(loss, rest))
-            step.weighed(loss, state.get("scaler._scale")).backward()  # type: ignore[no-untyped-call]
+            with gradients_kept(self._others(seen).values()):
+                step.weighed(loss, state.get("scaler._scale")).backward()  # type: ignore[no-untyped-call]
             with torch.no_grad():
                 results, assigned = assignments.settle(results)
                 self.assigned |= assigned
@@ -379,6 +408,19 @@ class StepAdapter:
                 if parameter.grad is not None:
                     parameter.grad += state[f"sum.{name}"]
         return results
+
+    @contextlib.contextmanager
+    def _by_other_ways(self, stand_ins: Mapping[int, torch.Tensor]) -> Iterator[StandIns]:
+        """The copies also where the loss function comes to the state by ways of its own.
+
+        Some layers give other results where somebody looks, so that is done once if nothing is found.
+        """
+        if self._looked is not None and not (self._looked.used or self._looked.learnable):
+            yield self._looked
+            return
+        self._looked = StandIns(stand_ins)
+        with self._looked:
+            yield self._looked
 
     def _optimizer_over(self, own: Tensors) -> torch.optim.Optimizer:
         """An optimizer like the caller's, in the same state, over the copies."""
@@ -394,6 +436,19 @@ class StepAdapter:
             if known:  # load_state_dict would make it the parameter's dtype
                 made.state[own[name]] = copy.deepcopy(known)
         return made
+
+
+@contextlib.contextmanager
+def gradients_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """What stands in `.grad` of these afterwards as it was, whatever backward() leaves there."""
+    before = [(tensor, tensor.grad) for tensor in tensors if tensor.is_leaf]
+    try:
+        for tensor, _ in before:
+            tensor.grad = None
+        yield
+    finally:
+        for tensor, gradient in before:
+            tensor.grad = gradient
 
 
 def finish(
