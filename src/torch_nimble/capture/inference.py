@@ -31,13 +31,13 @@ from torch_nimble.capture.aliases import (
 from torch_nimble.capture.callee import Callee
 from torch_nimble.capture.depthwise import DepthwiseByTorch
 from torch_nimble.capture.failure import explain_failure, refuse_dynamic
+from torch_nimble.capture.generators import refusing_frozen_draws
 from torch_nimble.capture.isolation import (
     Assigned,
     Assignments,
     ParametersKnown,
     attributes_kept,
     refusing_counting,
-    refusing_frozen_draws,
     replaced,
 )
 from torch_nimble.errors import CaptureError

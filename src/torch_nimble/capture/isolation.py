@@ -1,13 +1,12 @@
 """What running a model may touch beside its tensors, kept as it was or refused.
 
-Tracing runs the model's Python code once. Draws from Python's and numpy's generators, and numbers
-that the code counts up on its modules, would happen at that moment and be frozen for ever.
+Tracing runs the model's Python code once. Numbers that the code counts up on its modules would change
+at that moment and be frozen for ever.
 """
 
 from __future__ import annotations
 
 import contextlib
-import random
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +14,6 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -32,19 +30,6 @@ _IN_PLACE = re.compile(
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _CALLS_FORWARD = nn.Module._call_impl.__code__
 _SMALL = 1 << 20
-
-
-@contextlib.contextmanager
-def generators_kept() -> Iterator[None]:
-    """The random generators of torch, Python and numpy afterwards as they were before."""
-    torch_states = TorchGenerators()
-    states = random.getstate(), numpy.random.get_state()
-    try:
-        yield
-    finally:
-        torch_states.restore()
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])
 
 
 @contextlib.contextmanager
@@ -102,39 +87,6 @@ def values_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
             for tensor, old in before:
                 if not torch.equal(tensor, old):
                     tensor.copy_(old)
-
-
-class TorchGenerators:
-    """The states of torch's default generators, of the CPU and of every GPU in use."""
-
-    def __init__(self) -> None:
-        self._cpu = torch.get_rng_state()
-        in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        self._cuda = torch.cuda.get_rng_state_all() if in_use else []
-
-    def restore(self) -> None:
-        """Put all generators back to where they were."""
-        torch.set_rng_state(self._cpu)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
-
-
-@contextlib.contextmanager
-def refusing_frozen_draws(callee: Callee) -> Iterator[None]:
-    """CaptureError if the code inside draws from Python's or numpy's generator."""
-    with generators_kept():
-        python, array = random.getstate(), str(numpy.random.get_state())
-        yield
-        for name, drawn in (
-            ("random", random.getstate() != python),
-            ("numpy.random", str(numpy.random.get_state()) != array),
-        ):
-            if drawn:
-                raise CaptureError(
-                    f"{callee.name} ({callee.location}) draws from Python's module {name!r} in its "
-                    "forward; the draw would be frozen into the plan. Use torch's random functions, "
-                    "or eval() if it is only drawn in training"
-                )
 
 
 @contextlib.contextmanager

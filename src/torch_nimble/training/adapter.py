@@ -19,13 +19,13 @@ from torch import nn
 
 from torch_nimble.capture import MODEL_LOCK, AutocastState, Callee, Captured, StandIn
 from torch_nimble.capture.failure import explain_failure
+from torch_nimble.capture.generators import refusing_frozen_draws
 from torch_nimble.capture.isolation import (
     Assigned,
     Assignments,
     Others,
     attributes_kept,
     refusing_counting,
-    refusing_frozen_draws,
     replaced,
 )
 from torch_nimble.capture.traced import (

@@ -275,7 +275,7 @@ class TrainingStep(Planned):
 
     def _prepare(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Prepared | None:
         try:
-            with attributes_kept([self.model]):
+            with attributes_kept([self.model], self._callee.values):
                 return super()._prepare(structure, tensors)
         except CountsApartError as found:
             self._begin_anew(found.parts)
