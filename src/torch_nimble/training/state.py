@@ -108,7 +108,8 @@ class StepState:
         }
         """What a step tells beside its results."""
         self._scaling = scaling
-        self._counted = True
+        self._alike: list[tuple[str, list[torch.Tensor]]] = []
+        """Step counts that are copies of one on the device, where steps may be skipped."""
         self._hook: Any = None
         if rule is not None and rule.counts_steps and scaling is not None:
             self._hook = optimizer.register_state_dict_pre_hook(self._before_saving)
@@ -279,9 +280,11 @@ class StepState:
             for member in self.members:
                 found = self._gradients.get(member.name)
                 member.parameter.grad = found if member.name in updated else None
-        self._counted = self._scaling is None
-        if steps and self._counted:
+        if steps and self._scaling is None:
             torch._foreach_add_(list(steps.values()), 1)
+        for counter, alike in self._alike:  # a step that was skipped has not been counted there
+            now = self._counts[counter].to(alike[0].dtype)
+            torch._foreach_copy_(alike, [now] * len(alike))
         self._seen |= {name: (step, _version(step)) for name, step in steps.items()}
 
     def _put_in_place(self, updated: frozenset[str]) -> dict[str, torch.Tensor]:
@@ -294,17 +297,35 @@ class StepState:
                     known.update(self._kept[member.name])
                     self._published.add(member.name)
                 if self._counts:
-                    if _STEP not in known:
-                        known[_STEP] = self._step_of(member)
+                    if not self._counts_in_place(known.get(_STEP), member):
+                        known[_STEP] = self._step_of(member, self._step_device(member))
                     steps[member.name] = known[_STEP]
+        alike: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+        for member in self.members if self._scaling is not None else ():
+            if (step := steps.get(member.name)) is not None:
+                alike.setdefault((str(member.counter), step.dtype), []).append(step)
+        self._alike = [(counter, found) for (counter, _), found in alike.items()]
         return steps
 
-    def _step_of(self, member: Member) -> torch.Tensor:
-        """A step count as torch.optim makes it: on the CPU, unless the update reads it on the device."""
+    def _counts_in_place(self, step: Any, member: Member) -> bool:
+        """Whether a step count in the optimizer is one that steps may count in."""
+        if self._scaling is None or not isinstance(step, torch.Tensor):
+            return step is not None
+        return step.device == self._step_device(member)
+
+    def _step_device(self, member: Member) -> torch.device:
+        """Where steps are counted: whether one is skipped is known on the device, and nobody waits."""
+        return self._usual_device(member) if self._scaling is None else member.parameter.device
+
+    def _usual_device(self, member: Member) -> torch.device:
+        """Where torch.optim has step counts: on the CPU, unless the update reads them on the device."""
         group = self.group(member)
         on_device = group.get("capturable") or group.get("fused")
-        device = member.parameter.device if on_device else "cpu"
-        is_wide = torch.get_default_dtype() == torch.float64 and not group.get("fused")
+        return member.parameter.device if on_device else torch.device("cpu")
+
+    def _step_of(self, member: Member, device: torch.device) -> torch.Tensor:
+        """A step count as torch.optim makes it, on that device."""
+        is_wide = torch.get_default_dtype() == torch.float64 and not self.group(member).get("fused")
         return torch.zeros((), dtype=torch.float64 if is_wide else torch.float32, device=device)
 
     def let_go(self) -> None:
@@ -323,15 +344,20 @@ class StepState:
                 total.copy_(other.sums[name])
 
     def settle(self) -> None:
-        """Steps that may have been skipped are counted on the device, which is waited for here only."""
-        if self._counted:
-            return
-        self._counted = True
-        for member in self.members:
-            step = self._step_known(member)
-            if step is not None and self._is_as_left(member):
-                step.fill_(self._counts[str(member.counter)].item())
-                self._seen[member.name] = step, _version(step)
+        """Step counts stand where torch.optim would have them; the device is waited for here only."""
+        moved = [m for m in self.members if self._is_moved(m)]
+        now = {m.counter: self._counts[str(m.counter)].to(self._usual_device(m)) for m in moved}
+        for member in moved:
+            step = self._step_of(member, self._usual_device(member)).copy_(now[member.counter])
+            self._optimizer.state[member.parameter][_STEP] = step
+            self._seen[member.name] = step, _version(step)
+            self._standing = None
+
+    def _is_moved(self, member: Member) -> bool:
+        """Whether a step count of ours stands elsewhere than torch.optim would have it."""
+        step = self._step_known(member)
+        is_ours = self._scaling is not None and isinstance(step, torch.Tensor)
+        return is_ours and step.device != self._usual_device(member) and self._is_as_left(member)
 
 
 def _zeros_like(parameter: torch.Tensor) -> torch.Tensor:
