@@ -53,6 +53,8 @@ from torch_nimble.tree import (
 LossFunction = Callable[..., Any]
 Phase = Literal["", "first batch", "further batch", "last batch", "update"]
 Tensors = Mapping[str, torch.Tensor]
+_BEGINNING = ("", "first batch")
+"""The parts of a step that begin it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +96,13 @@ class Step:
         """What the caller gets, none of it with a graph."""
         tensors, structure = flatten_output((loss, *rest) if rest else loss)
         return unflatten_output(structure, [tensor.detach() for tensor in tensors])
+
+    def infinite(self, phase: Phase, loss: torch.Tensor, state: Tensors) -> dict[str, torch.Tensor]:
+        """How many losses of this step were not finite, where somebody asks for it."""
+        if not self.checks_finite:
+            return {}
+        now = torch.logical_not(torch.isfinite(loss.detach())).float().sum()
+        return {"signal.infinite": now if phase in _BEGINNING else now + state["signal.infinite"]}
 
     def weighed(self, loss: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
         """The loss as it is differentiated: its share of the step's batches, scaled."""
@@ -193,11 +202,14 @@ class StepAdapter:
         step = self._step
         own = _under("model", state)
         if self._phase == "update":
-            return [], self._update_only(state, own)
+            return [], self._put_back(
+                self._update_only(state, own), state, to_put_back(step, "update", state)
+            )
         wanted = {m.name for m in step.state.members if m.parameter.requires_grad}
         leaves = {name: own[name].detach().requires_grad_() for name in own if name in wanted}
         buffers = {name: value for name, value in own.items() if name not in leaves}
-        before = self._to_put_back(state)
+        before = to_put_back(step, self._phase, state)
+        aside = kept_aside(self._phase, state)
         args, kwargs = unflatten_inputs(self._structure, batch)
         stand_ins |= {id(m.parameter): leaves[m.name] for m in step.state.members if m.name in leaves}
         by_other_ways = StandIns(stand_ins)
@@ -218,16 +230,19 @@ class StepAdapter:
         self.updated = frozenset(gradients)
         if step.keeps_gradients or not self.updates:
             refuse_sparse(step.model)
-        new = {f"model.{name}": value for name, value in (buffers | leaves).items()}
+        new = aside | {f"model.{name}": value for name, value in (buffers | leaves).items()}
         with torch.no_grad():
-            if self._phase not in ("", "first batch"):
+            new |= step.infinite(self._phase, loss, state)
+            if self._phase not in _BEGINNING:
                 gradients = {n: g + state[f"sum.{n}"] for n, g in gradients.items()}
             if not self.updates:
                 new |= {f"sum.{name}": gradient for name, gradient in gradients.items()}
             else:
                 step.state.refuse_splitting(self.updated)
-                new |= self._updates(state, own, gradients)
-                new |= {t: torch.where(new["signal.skipped"], v, new[t]) for t, v in before.items()}
+                new |= self._updates(
+                    {**state, **step.infinite(self._phase, loss, state)}, own, gradients
+                )
+                new = self._put_back(new, state, before)
         return [result.detach() for result in results], new
 
     def _others(self, seen: StandIns) -> dict[str, torch.Tensor]:
@@ -261,12 +276,16 @@ class StepAdapter:
                 state, own, {name: state[f"sum.{name}"] for name in sorted(self.updated)}
             )
 
-    def _to_put_back(self, state: Tensors) -> dict[str, torch.Tensor]:
-        """Buffers, such as the statistics of batch norm, that a step refused leaves as they were."""
-        if not (self._step.checks_finite and self.updates) or self._phase == "update":
-            return {}
-        targets = [f"model.{name}" for name, _ in self._step.model.named_buffers()]
-        return {target: state[target].clone() for target in targets}
+    @staticmethod
+    def _put_back(new: Tensors, state: Tensors, before: Tensors) -> dict[str, torch.Tensor]:
+        """What is new, except for what a step that is left out puts back."""
+        return {
+            **new,
+            **{
+                target: torch.where(new["signal.skipped"], value, new.get(target, state[target]))
+                for target, value in before.items()
+            },
+        }
 
     def _updates(self, state: Tensors, own: Tensors, gradients: Tensors) -> dict[str, torch.Tensor]:
         """What is done with the gradients of a whole step."""
@@ -274,7 +293,7 @@ class StepAdapter:
         if step.scaling is not None:
             unscaled = state["scaler._scale"].double().reciprocal().float()
             gradients = {name: gradient * unscaled for name, gradient in gradients.items()}
-        fine = _all_finite(gradients) if step.may_skip else None
+        fine = _all_finite(gradients, state) if step.may_skip else None
         if "norm" in signals:
             norm = total_norm(gradients)
             new["signal.norm"] = norm.to(signals["norm"].dtype)
@@ -356,7 +375,8 @@ class StepAdapter:
         trained = {m.name: own[m.name] for m in step.state.members if m.parameter.requires_grad}
         for parameter in trained.values():
             parameter.requires_grad_()
-        before = self._to_put_back(after)
+        after |= kept_aside(self._phase, after)
+        before = to_put_back(step, self._phase, after)
         optimizer = step.optimizer if step.rule is None else self._optimizer_over(own)
         results: list[torch.Tensor] = []
         if self._phase == "update":
@@ -387,7 +407,7 @@ class StepAdapter:
         tensors: Sequence[torch.Tensor],
         own: Tensors,
         trained: Tensors,
-        state: Tensors,
+        state: dict[str, torch.Tensor],
         stand_ins: Mapping[int, torch.Tensor],
     ) -> list[torch.Tensor]:
         """Forward and backward of a batch: gradients stand in what is trained, with those before it."""
@@ -398,12 +418,13 @@ class StepAdapter:
             with AutocastState.entered(self._autocast), self._by_other_ways(stand_ins) as seen:
                 loss, rest = step.losses(args, kwargs)
             results, _ = flatten_output(step.results(loss, rest))
+            state |= step.infinite(self._phase, loss, state)
             with gradients_kept(self._others(seen).values()):
                 step.weighed(loss, state.get("scaler._scale")).backward()  # type: ignore[no-untyped-call]
             with torch.no_grad():
                 results, assigned = assignments.settle(results)
                 self.assigned |= assigned
-        if self._phase not in ("", "first batch"):
+        if self._phase not in _BEGINNING:
             for name, parameter in trained.items():
                 if parameter.grad is not None:
                     parameter.grad += state[f"sum.{name}"]
@@ -465,7 +486,7 @@ def finish(
             gradient.mul_(unscaled)
     if "signal.norm" in state:
         state["signal.norm"] = total_norm(given).to(state["signal.norm"].dtype)
-    fine = bool(_all_finite(given)) if step.may_skip else True
+    fine = bool(_all_finite(given, state)) if step.may_skip else True
     if step.clip_norm is not None:
         nn.utils.clip_grad_norm_(list(parameters.values()), step.clip_norm)
     if step.keeps_gradients:
@@ -476,6 +497,22 @@ def finish(
         state |= step.scaling.update(state, torch.logical_not(state["signal.skipped"]))
     if step.rule is not None and fine:
         optimizer.step()
+
+
+def kept_aside(phase: Phase, state: Tensors) -> dict[str, torch.Tensor]:
+    """Buffers as they are when a step of several batches begins, where that is wanted."""
+    names = _under("before", state) if phase == "first batch" else ()
+    return {f"before.{name}": state[f"model.{name}"].clone() for name in names}
+
+
+def to_put_back(step: Step, phase: Phase, state: Tensors) -> dict[str, torch.Tensor]:
+    """Buffers, such as the statistics of batch norm, that a step refused leaves as they were."""
+    if not step.checks_finite or phase in ("first batch", "further batch"):
+        return {}
+    if phase == "":
+        targets = [f"model.{name}" for name, _ in step.model.named_buffers()]
+        return {target: state[target].clone() for target in targets}
+    return {f"model.{name}": value for name, value in _under("before", state).items()}
 
 
 def _under(prefix: str, state: Tensors) -> dict[str, torch.Tensor]:
@@ -500,5 +537,8 @@ def clipped(gradients: Tensors, norm: torch.Tensor, most: float) -> dict[str, to
     return {name: gradient * factor.to(gradient.dtype) for name, gradient in gradients.items()}
 
 
-def _all_finite(gradients: Tensors) -> torch.Tensor:
-    return torch.stack([torch.isfinite(gradient).all() for gradient in gradients.values()]).all()
+def _all_finite(gradients: Tensors, state: Tensors) -> torch.Tensor:
+    """Whether all gradients are finite, and the losses if they were looked at."""
+    fine = torch.stack([torch.isfinite(gradient).all() for gradient in gradients.values()]).all()
+    infinite = state.get("signal.infinite")
+    return fine if infinite is None else fine & (infinite == 0)

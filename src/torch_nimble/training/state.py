@@ -26,7 +26,7 @@ _NUMBER = torch.float64
 _STEP = "step"
 _WANTS_GRAD = operator.attrgetter("requires_grad")
 _VERSION = operator.attrgetter("_version")
-_SIGNALS = {"norm": torch.float32, "skipped": torch.bool}
+_SIGNALS = {"norm": torch.float32, "skipped": torch.bool, "infinite": torch.float32}
 
 Table = dict[str, torch.Tensor]
 
@@ -68,6 +68,7 @@ class StepState:
         keeps_gradients: bool = False,
         accumulates: bool = False,
         signals: Sequence[str] = (),
+        puts_back: bool = False,
         scaling: Scaling | None = None,
         parts: Mapping[str, Hashable] | None = None,
     ) -> None:
@@ -103,6 +104,9 @@ class StepState:
         self._gradients = {m.name: _zeros_like(m.parameter) for m in wanted if keeps_gradients}
         self.sums = {m.name: _zeros_like(m.parameter) for m in wanted if accumulates}
         """Gradients set aside until a step's last batch."""
+        kept = model.named_buffers() if accumulates and puts_back else ()
+        self._before = {name: torch.zeros_like(buffer) for name, buffer in kept}
+        """Buffers as they were before a step's first batch."""
         self.signals: Table = {
             name: torch.zeros((), dtype=_SIGNALS[name], device=self._device) for name in signals
         }
@@ -133,7 +137,14 @@ class StepState:
         )
         in_place = all(member.table.get(member.key) is member.parameter for member in self.members)
         switches = () if self._rule is None else tuple(map(self._rule.switches, groups))
-        return wanted, in_place, switches, () if self._scaling is None else self._scaling.settings()
+        buffers = [] if not self._before else list(map(_kind, self._model.buffers()))
+        return (
+            wanted,
+            in_place,
+            buffers,
+            switches,
+            () if self._scaling is None else self._scaling.settings(),
+        )
 
     # ------------------------------------------------------------ what a plan works on
 
@@ -154,6 +165,7 @@ class StepState:
             "counter": self._counts,
             "gradient": self._gradients,
             "sum": self.sums,
+            "before": self._before,
             "signal": self.signals,
         }
         for prefix, own in tables.items():
@@ -337,11 +349,22 @@ class StepState:
     def _before_saving(self, optimizer: torch.optim.Optimizer) -> None:
         self.settle()
 
+    def exchanged(self, trained: frozenset[str]) -> list[torch.Tensor]:
+        """What processes that train together have the mean of."""
+        infinite = self.signals.get("infinite")
+        sums = [self.sums[name] for name in sorted(trained)]
+        return sums if infinite is None else [*sums, infinite]
+
     def take_sums(self, other: StepState) -> None:
-        """Go on with the gradients of a step that is half made."""
-        for name, total in self.sums.items():
-            if name in other.sums and other.sums[name].shape == total.shape:
-                total.copy_(other.sums[name])
+        """Go on with the gradients of a step that is half made, and what else is known of it."""
+        for own, others in (
+            (self.sums, other.sums),
+            (self._before, other._before),
+            (self.signals, other.signals),
+        ):
+            for name, tensor in own.items():
+                if name in others and others[name].shape == tensor.shape:
+                    tensor.copy_(others[name])
 
     def settle(self) -> None:
         """Step counts stand where torch.optim would have them; the device is waited for here only."""
@@ -358,6 +381,10 @@ class StepState:
         step = self._step_known(member)
         is_ours = self._scaling is not None and isinstance(step, torch.Tensor)
         return is_ours and step.device != self._usual_device(member) and self._is_as_left(member)
+
+
+def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def _zeros_like(parameter: torch.Tensor) -> torch.Tensor:
