@@ -122,8 +122,8 @@ def compile_step(
     keep_grads: leave the gradients of the step in `p.grad`.
     accumulate: so many calls make one step, by the mean of their losses.
     scaler: a GradScaler for float16; skipped steps are found out on the device, and nobody waits.
-    check_finite: raise FloatingPointError, with nothing changed, if a gradient is not finite. Every
-        step is waited for.
+    check_finite: raise FloatingPointError, with nothing changed, if the loss or a gradient is not
+        finite. Every step is waited for.
     distributed: train together with the processes of `torch.distributed` (or of this group of them):
         each with its own batches and the mean of all gradients, as `DistributedDataParallel` does.
 

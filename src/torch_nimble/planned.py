@@ -239,7 +239,7 @@ class Planned(ABC):
         """Raise for a model that could not be captured; InputError if eager refuses the inputs too."""
         try:
             callee = adapter.callee
-            with generators_kept(), values_kept(callee.bound_tensors), callee.numbers_kept():
+            with generators_kept(callee), values_kept(callee.bound_tensors), callee.numbers_kept():
                 adapter.eager([tensor.clone() for tensor in tensors], lambda _, p: p.clone())
         except CaptureError:
             raise error from None

@@ -46,6 +46,8 @@ class Signature:
     """How torch computes some layers, and what it may do to numbers on a GPU, such as TF32."""
     phase: str = ""
     """Which part of a training step it is, where several batches make one."""
+    trained: frozenset[str] = frozenset()
+    """What an update without a batch is of."""
 
     def modes_hold(self, kind: str) -> bool:
         """Whether autocast, the default dtype and the flags are now what they were, on that device."""

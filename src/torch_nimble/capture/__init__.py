@@ -2,6 +2,7 @@
 
 from torch_nimble.capture.callee import Callee
 from torch_nimble.capture.fastpaths import has_fast_paths
+from torch_nimble.capture.generators import TorchGenerators, generators_kept
 from torch_nimble.capture.inference import (
     MODEL_LOCK,
     Adapter,
@@ -15,10 +16,8 @@ from torch_nimble.capture.inference import (
 from torch_nimble.capture.isolation import (
     Assigned,
     ParametersUnwritten,
-    TorchGenerators,
     attributes_kept,
     examples,
-    generators_kept,
     values_kept,
 )
 

@@ -33,13 +33,13 @@ from torch_nimble.capture.callee import Callee
 from torch_nimble.capture.depthwise import DepthwiseByTorch
 from torch_nimble.capture.failure import explain_failure, refuse_dynamic
 from torch_nimble.capture.fastpaths import PaddingSkipped, has_fast_paths
+from torch_nimble.capture.generators import refusing_frozen_draws
 from torch_nimble.capture.isolation import (
     Assigned,
     Assignments,
     ParametersKnown,
     attributes_kept,
     refusing_counting,
-    refusing_frozen_draws,
     replaced,
 )
 from torch_nimble.capture.layouts import WritesByLayout
@@ -196,6 +196,9 @@ class Traceable(Protocol):
         With `stand_in`, it runs on what that makes of each parameter, given its target.
         """
 
+    def held(self) -> dict[str, torch.Tensor]:
+        """The state that `eager` tells of, as it is now, by target."""
+
     def together(self, target: str) -> tuple[str, float | None]:
         """The name under which state is compared with eager's: what has one name is one vector.
 
@@ -223,6 +226,10 @@ class Adapter(nn.Module):
     def capture(self, tensors: Sequence[torch.Tensor], *, functional: bool = True) -> Captured:
         """What torch.export makes of a call; see `capture`."""
         return capture(self, tensors, functional=functional)
+
+    def held(self) -> dict[str, torch.Tensor]:
+        """All buffers."""
+        return dict(self.named_buffers())
 
     def together(self, target: str) -> tuple[str, float | None]:
         """Every buffer on its own."""
