@@ -64,7 +64,8 @@ def compile(
     tune: on a GPU, try kernels of our own for each convolution and small linear layer, and take the
         fastest. `"fast"` tries the three likeliest, `"full"` all there are, `"off"` none. What was found
         is kept on disk.
-    progress: is told each stage of preparation as it begins.
+    progress: is told each stage of preparation as it begins, and of how many kinds of layers kernels
+        have been tried.
     """
     options = Options.checked(
         on_new_shape=on_new_shape,
@@ -121,8 +122,8 @@ def compile_step(
     keep_grads: leave the gradients of the step in `p.grad`.
     accumulate: so many calls make one step, by the mean of their losses.
     scaler: a GradScaler for float16; skipped steps are found out on the device, and nobody waits.
-    check_finite: raise FloatingPointError, with nothing changed, if a gradient is not finite. Every
-        step is waited for.
+    check_finite: raise FloatingPointError, with nothing changed, if the loss or a gradient is not
+        finite. Every step is waited for.
     distributed: train together with the processes of `torch.distributed` (or of this group of them):
         each with its own batches and the mean of all gradients, as `DistributedDataParallel` does.
 

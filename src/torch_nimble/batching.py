@@ -21,8 +21,29 @@ class Batching:
 
     def __init__(self, sizes: tuple[int, ...]) -> None:
         self.sizes = sizes
-        self.trusted: set[Any] = set()
         self.unsuitable: dict[Any, str] = {}
+        self._trusted: dict[Any, tuple[int, ...]] = {}
+
+    def trust(self, key: Any, tensors: Sequence[torch.Tensor], size: int) -> None:
+        """Padding did not influence the rows of a batch of that kind, as far as it could be tried."""
+        self._trusted[key] = tuple(
+            i for i, t in enumerate(tensors) if _is_batch_of(t, size) and _is_zero(t)
+        )
+
+    def is_known(self, key: Any, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether batches of that kind have been tried, with other values in place of all zeros, too.
+
+        Behind whole numbers that are all zero nothing else could be put: it might be no valid index.
+        """
+        untried = self._trusted.get(key)
+        if untried is None:
+            return key in self.unsuitable
+        return all(_is_zero(tensors[i]) for i in untried)
+
+    def forget(self) -> None:
+        """Other weights may let rows influence each other, or no longer."""
+        self._trusted.clear()
+        self.unsuitable.clear()
 
     @staticmethod
     def batch_of(tensors: Sequence[torch.Tensor]) -> int:
@@ -42,10 +63,7 @@ class Batching:
 
         Repeating a real row keeps padding within the values the model expects, such as valid indices.
         """
-        return [
-            _with_rows(tensor, target) if tensor.dim() > 0 and tensor.shape[0] == size else tensor
-            for tensor in tensors
-        ]
+        return [_with_rows(t, target) if _is_batch_of(t, size) else t for t in tensors]
 
     @classmethod
     def probes(cls, tensors: Sequence[torch.Tensor], size: int, target: int) -> list[list[torch.Tensor]]:
@@ -55,7 +73,7 @@ class Batching:
         """
         plain = cls.resized(tensors, size, target)
         other = [
-            torch.cat([given, _unlike(padded[size:])]) if padded is not given else padded
+            torch.cat([given, _unlike(given, padded[size:])]) if padded is not given else padded
             for given, padded in zip(tensors, plain, strict=True)
         ]
         return [plain, other]
@@ -76,12 +94,27 @@ class Batching:
         return one == other and agrees(results, references, allowed)
 
 
-def _unlike(rows: torch.Tensor) -> torch.Tensor:
-    """Rows of other values: noise, or zeros where noise would be no valid index."""
+def _is_batch_of(tensor: torch.Tensor, size: int) -> bool:
+    return tensor.dim() > 0 and tensor.shape[0] == size
+
+
+def _is_zero(tensor: torch.Tensor) -> bool:
+    """Whether all of it are whole numbers, and zero."""
+    kinds = (torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    return tensor.dtype not in kinds and not tensor.is_complex() and not bool(tensor.any())
+
+
+def _unlike(given: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Rows of other values: noise; of whole numbers, which may be indices, zeros or another real row."""
     if rows.is_floating_point() or rows.is_complex():
         generator = torch.Generator().manual_seed(0)
         return torch.randn(rows.shape, generator=generator, dtype=rows.dtype).to(rows.device)
-    return torch.zeros_like(rows)
+    if rows.dtype is torch.bool:
+        return rows.logical_not()
+    others = given[given.flatten(1).any(1) if given.dim() > 1 else given != 0]
+    if bool(rows.any()) or not len(others):
+        return torch.zeros_like(rows)
+    return others[:1].expand_as(rows)
 
 
 def _with_rows(tensor: torch.Tensor, count: int) -> torch.Tensor:

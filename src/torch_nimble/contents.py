@@ -35,7 +35,16 @@ _PLAIN = (
     torch.layout,
     torch.memory_format,
 )
-_OPAQUE = (torch.Tensor, nn.Module, type, types.ModuleType, types.FunctionType, functools.partial)
+_CODE = (
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.MethodType,
+    types.BuiltinFunctionType,
+    functools.partial,
+)
+"""Known by which it is, wherever it is held."""
+_OPAQUE = (torch.Tensor, nn.Module, *_CODE)
 _DEPTH, _MOST = 8, 1000
 COUNTED = (bool, int, float, str)
 """What code may change from call to call."""
@@ -53,7 +62,7 @@ def same_value(one: Any, other: Any) -> bool:
     """Whether of two values one is as good as the other: 2 is not 2.0, nor 0.0 -0.0."""
     if one is other:
         return True
-    if type(one) is not type(other) or not is_value(one):
+    if type(one) is not type(other) or not is_value(one) or isinstance(one, enum.Enum):
         return False
     if isinstance(one, float | complex):
         return repr(one) == repr(other)
@@ -207,7 +216,7 @@ def described(container: Any) -> str:
 
 
 def _is_record(value: Any, depth: int) -> bool:
-    """Whether an object consists of plain data."""
+    """Whether an object consists of plain data, classes and functions."""
     table = getattr(value, "__dict__", None)
     if not isinstance(table, dict):
         items = list(Slots(value))
@@ -216,7 +225,7 @@ def _is_record(value: Any, depth: int) -> bool:
 
 
 def _is_data(value: Any, depth: int) -> bool:
-    if is_value(value) or isinstance(value, torch.Tensor):
+    if is_value(value) or isinstance(value, (torch.Tensor, *_CODE)):
         return True
     if depth == 0 or isinstance(value, _OPAQUE):
         return False

@@ -12,6 +12,7 @@ belong to the caller. On a GPU a call like the one before takes a shorter way (q
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch_nimble.planned import Planned
 from torch_nimble.prepare import Progress
 from torch_nimble.prepared import Prepared
 from torch_nimble.quick import MISS, QuickCall
-from torch_nimble.signature import Signature, as_arguments, check_tensors, write_back
+from torch_nimble.signature import Signature, as_arguments, check_tensors, share_memory, written_back
 from torch_nimble.tree import Node, flatten_inputs, unflatten_inputs
 from torch_nimble.weights import ModuleWatch, Tripwire
 
@@ -78,9 +79,11 @@ class Engine(ModelFace, Planned):
         tensors = check_tensors(structure, given)
         self._follow_modules()
         call = self._call if self._batching is None else self._call_batched
-        result = call(structure, tensors)
-        write_back(given, tensors)
-        return result
+        if any(map(operator.is_not, tensors, given)) and share_memory(given):
+            self._fall_back("inputs of one memory are conjugated lazily", "pass x.resolve_conj()")
+            return self._eager(structure, given)
+        with written_back(given, tensors):
+            return call(structure, tensors)
 
     def _call(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Any:
         prepared = self._plan_for(structure, tensors)
@@ -122,7 +125,7 @@ class Engine(ModelFace, Planned):
         if known is not None:
             self._take_in_weights(known)  # changed weights may make the rows influence each other
         key = self._signature(structure, tensors)
-        if key not in batching.trusted and key not in batching.unsuitable:
+        if not batching.is_known(key, tensors):
             self._try_padding(key, structure, tensors, target)
         if key in batching.unsuitable:
             self._fall_back(
@@ -152,7 +155,7 @@ class Engine(ModelFace, Planned):
         with generators_kept():
             eager = self._eager(structure, tensors)
         if all(batching.same(r, eager, prepared.device.allowed_error) for r in results):
-            batching.trusted.add(key)
+            batching.trust(key, tensors, size)
         else:
             batching.unsuitable[key] = "the rows of a batch influence each other"
 
@@ -220,8 +223,7 @@ class Engine(ModelFace, Planned):
     def _forget_findings(self) -> None:
         super()._forget_findings()
         if self._batching is not None:
-            self._batching.trusted.clear()
-            self._batching.unsuitable.clear()
+            self._batching.forget()
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{len(self._prepared)} prepared"

@@ -51,3 +51,10 @@ class MissingDependencyError(NimbleError, ImportError):
 
 class NimbleWarning(UserWarning):
     """The engine does something slower than asked for, and says so once."""
+
+
+def first_line(reason: BaseException | str) -> str:
+    """What an error says, without the rest; its type if it says nothing."""
+    lines = str(reason).strip().splitlines()
+    unsaid = "no reason is known" if isinstance(reason, str) else type(reason).__name__
+    return lines[0] if lines else unsaid

@@ -13,14 +13,30 @@ from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from torch_nimble.errors import first_line
 from torch_nimble.execute.measure import Timing
 from torch_nimble.kernels.sites import APART, LIBRARY, MERGED
 from torch_nimble.plans import GraphFacts
 
 log = logging.getLogger("torch_nimble")
 
-_WORDS = ("", "candidate", "note", "error type", "inputs", "reason", "remedy")
+_WORDS = (
+    "",
+    "candidate",
+    "note",
+    "error type",
+    "inputs",
+    "reason",
+    "remedy",
+    "layers",
+    "chosen",
+)
 """Columns with words, which are aligned to the left."""
+_WRAPPED = ("note", "layers")
+"""Columns with long ones."""
+_KERNELS = ("layers", "count", "ways tried", "chosen", "time", "library", "gain")
+_KERNELS_IN_TEXT = 10
+"""Kinds of layers that text shows; more would hide the rest."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +77,7 @@ def not_tried(name: str, reason: BaseException | str) -> Candidate:
     """An alternative that could not be had, and why."""
     said = reason if isinstance(reason, str) else f"{type(reason).__name__}: {reason}"
     log.info("%s was not tried: %s", name, said)
-    return Candidate(name, 0, 0, 0, None, None, f"not tried: {said.strip().splitlines()[0]}")
+    return Candidate(name, 0, 0, 0, None, None, f"not tried: {first_line(said)}")
 
 
 @dataclass
@@ -128,9 +144,33 @@ class KernelAccount:
 
     @property
     def saved_us(self) -> float:
-        """What all of them together are shorter than the library's, by their own times."""
-        known = {LIBRARY: 0.0, self.chosen: 0.0, **self.times_us}
-        return self.count * (known[LIBRARY] - known[self.chosen]) if self.layers else 0.0
+        """What all of them together are shorter than the library's, by their own times; 0 if unknown."""
+        if self.us is None or LIBRARY not in self.times_us:
+            return 0.0
+        return self.layers * (self.times_us[LIBRARY] - self.us)
+
+    @property
+    def tried(self) -> int:
+        """How many ways were tried beside the library's, the refused included."""
+        return len({*self.times_us, *self.refused} - {LIBRARY})
+
+    @property
+    def us(self) -> float | None:
+        """What one layer takes by itself in the way that was chosen, if that was timed."""
+        return self.times_us.get(self.chosen)
+
+    @property
+    def otherwise_us(self) -> float | None:
+        """What it takes by the library; layers that could be one, in the other way."""
+        other = {APART: MERGED, MERGED: APART}.get(self.chosen, LIBRARY)
+        return self.times_us.get(other)
+
+    @property
+    def gain(self) -> float | None:
+        """How many times as long the library takes; None where it was chosen, or was not timed."""
+        if self.chosen in (LIBRARY, APART) or not self.us or self.otherwise_us is None:
+            return None
+        return self.otherwise_us / self.us
 
     @property
     def layers(self) -> int:
@@ -187,7 +227,11 @@ class Explanation:
         parts += map(Text, self._states())
         for account in self.signatures:
             lines = [*_signature_lines(account), *account.notes]
-            parts += [*map(Text, lines), _candidates_table(account)]
+            parts += [*map(Text, lines), _text_table(_columns(account), _rows(account))]
+            if account.kernels:
+                rows = [_kernel_cells(kernel) for kernel in most_saved_first(account.kernels)]
+                parts += [Text(), _text_table(_KERNELS, rows[:_KERNELS_IN_TEXT])]
+                parts += map(Text, _left_out(len(rows) - _KERNELS_IN_TEXT))
             parts += map(Text, _preparation_lines(account))
         for fallback in self.fallbacks:
             parts.append(Text(f"{fallback.calls} calls ran eagerly: {fallback.reason}", style="yellow"))
@@ -214,16 +258,19 @@ class Explanation:
             lines = [*_signature_lines(account), *account.notes]
             parts += [f"<p>{'<br>'.join(map(html.escape, lines))}</p>"]
             parts += [_html_table(_columns(account), _rows(account), account.chosen)]
+            if account.kernels:
+                rows = [_kernel_cells(kernel) for kernel in most_saved_first(account.kernels)]
+                parts += [_html_table(_KERNELS, rows)]
             parts += [f"<p>{html.escape(line)}</p>" for line in _preparation_lines(account)]
         if self.fallbacks:
-            rows = [(str(f.calls), f.reason, f.remedy) for f in self.fallbacks]
-            parts += [_html_table(("calls that ran eagerly", "reason", "remedy"), rows)]
+            eager = [(str(f.calls), f.reason, f.remedy) for f in self.fallbacks]
+            parts += [_html_table(("calls that ran eagerly", "reason", "remedy"), eager)]
         if self.refusals:
-            rows = [(str(r.calls), r.error, r.reason) for r in self.refusals]
-            parts += [_html_table(("calls that were refused", "error type", "reason"), rows)]
+            refused = [(str(r.calls), r.error, r.reason) for r in self.refusals]
+            parts += [_html_table(("calls that were refused", "error type", "reason"), refused)]
         if self.evictions:
-            rows = [(str(e.plans), e.inputs, e.reason) for e in self.evictions]
-            parts += [_html_table(("plans that were dropped", "inputs", "reason"), rows)]
+            dropped = [(str(e.plans), e.inputs, e.reason) for e in self.evictions]
+            parts += [_html_table(("plans that were dropped", "inputs", "reason"), dropped)]
         return f"<div>{''.join(parts)}</div>"
 
     def _states(self) -> list[str]:
@@ -329,12 +376,39 @@ def _cells(c: Candidate, is_chosen: bool) -> dict[str, str]:
     }
 
 
-def _candidates_table(account: SignatureAccount) -> Table:
+def most_saved_first(kernels: Sequence[KernelAccount]) -> list[KernelAccount]:
+    """Those that save most in all of their layers come first, then those that take longest."""
+    return sorted(kernels, key=lambda kernel: (-kernel.saved_us, -kernel.count * (kernel.us or 0.0)))
+
+
+def _kernel_cells(kernel: KernelAccount) -> tuple[str, ...]:
+    """A row of the table of layers."""
+    other = {APART: f" {MERGED}", MERGED: f" {APART}"}.get(kernel.chosen, "")
+    return (
+        kernel.site,
+        str(kernel.count),
+        str(kernel.tried),
+        kernel.chosen,
+        "–" if kernel.us is None else f"{kernel.us:.1f} µs",
+        "–" if kernel.otherwise_us is None else f"{kernel.otherwise_us:.1f} µs{other}",
+        "–" if kernel.gain is None else f"{kernel.gain:.2f}×",
+    )
+
+
+def _left_out(count: int) -> list[str]:
+    """Where to find what a table does not show."""
+    if count <= 0:
+        return []
+    more = "1 more kind" if count == 1 else f"{count} more kinds"
+    return [f"… and {more} of layers; to_dict() has all of them with every time, under kernels"]
+
+
+def _text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for column in _columns(account):
+    for column in columns:
         side: JustifyMethod = "left" if column in _WORDS else "right"
-        table.add_column(column, justify=side, no_wrap=column != "note")
-    for row in _rows(account):
+        table.add_column(column, justify=side, no_wrap=column not in _WRAPPED)
+    for row in rows:
         # Texts, since reasons and names may have brackets, which would be taken for markup.
         table.add_row(*map(Text, row))
     return table

@@ -43,6 +43,11 @@ _ATTENTION: tuple[Callable[[], bool], ...] = (
 )
 
 
+def flags_on(kind: str) -> tuple[bool, ...]:
+    """All flags that choose how something is computed on that kind of device."""
+    return (torch.backends.mha.get_fastpath_enabled(), *(numeric_flags() if kind == "cuda" else ()))
+
+
 def numeric_flags() -> tuple[bool, ...]:
     """All flags that choose what products, convolutions and attention on a GPU compute with."""
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn

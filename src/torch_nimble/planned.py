@@ -36,7 +36,7 @@ from torch_nimble.errors import (
 )
 from torch_nimble.explain import Explanation
 from torch_nimble.fallbacks import Evictions, Fallbacks, Refusals, level_of_caller
-from torch_nimble.flags import numeric_flags
+from torch_nimble.flags import flags_on
 from torch_nimble.options import Options, disabled_by_environment
 from torch_nimble.plans import Plan
 from torch_nimble.prepare import Progress, refused_by_model
@@ -126,9 +126,9 @@ class Planned(ABC):
 
     def _unless_refused(self, prepared: Prepared, tensors: Sequence[torch.Tensor]) -> Prepared | None:
         """The plan, unless a call with these must not be run by it."""
-        reason = prepared.refusal(tensors)
-        if reason is not None:
-            self._fall_back(reason, "pass tensors that do not share memory")
+        refused = prepared.refusal(tensors)
+        if refused is not None:
+            self._fall_back(*refused)
             return None
         return prepared
 
@@ -195,6 +195,8 @@ class Planned(ABC):
                 return known
             if known is not None:
                 self._evict(signature, _EXCHANGED)
+            if not all(other.watch.unchanged() for other in self._prepared.values()):
+                self.update_weights()  # what was folded for them is not to be used again
             device = self._device(tensors)
             if device is None:
                 return None
@@ -237,7 +239,7 @@ class Planned(ABC):
         """Raise for a model that could not be captured; InputError if eager refuses the inputs too."""
         try:
             callee = adapter.callee
-            with generators_kept(), values_kept(callee.bound_tensors), callee.numbers_kept():
+            with generators_kept(callee), values_kept(callee.bound_tensors), callee.numbers_kept():
                 adapter.eager([tensor.clone() for tensor in tensors], lambda _, p: p.clone())
         except CaptureError:
             raise error from None
@@ -254,7 +256,8 @@ class Planned(ABC):
             AutocastState.current(kind),
             tuple(self._modules_watch.training()),
             torch.get_default_dtype(),
-            numeric_flags() if kind == "cuda" else (),
+            torch.get_autocast_dtype(kind),
+            flags_on(kind),
         )
 
     def _check_call(self, structure: Node, tensors: Sequence[torch.Tensor]) -> None:

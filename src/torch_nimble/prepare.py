@@ -140,11 +140,11 @@ def _prepare(
     with stages("load libraries"), no_garbage_collection():
         device.get_ready()
     with stages("run eager"):
-        _fill_caches(adapter, tensors)
+        first = _fill_caches(adapter, tensors)
     with stages("capture"), no_garbage_collection():
         captured = device.capture(adapter, tensors)
     with stages("choose kernels"):
-        tuned = device.choose_kernels(captured, options, notes)
+        tuned = device.choose_kernels(captured, options, notes, stages.within("choose kernels"))
     with stages("lower"):
         lowerings = device.lowerings(adapter, tensors, captured, options, notes, tuned)
     with stages("fold constants"):
@@ -152,10 +152,16 @@ def _prepare(
         trials = [Trial(adapter, lowered, tensors, folded, roundings) for lowered in lowerings]
     with stages("run eager"):
         reference = _reference(adapter, trials[0], tensors)
+        if adapter.trains and not agrees(first, reference[: len(first)], device.allowed_error):
+            raise MismatchError("eager gives another loss when it is run again with the same batch")
         device.after_eager()
+    if adapter.skips_padding:
+        raise MismatchError(
+            "no plan agrees with eager where a mask says that there is padding", has_fast_paths=True
+        )
     entries: list[Entry] = []
     try:
-        with generators_kept():
+        with generators_kept(adapter.callee):
             with stages("plan and measure tasks"):
                 for trial in trials:
                     is_first = trial is trials[0]
@@ -225,28 +231,30 @@ def _casts_of(node: fx.Node, depth: int = 3) -> Iterator[torch.Tensor]:
             yield from _casts_of(user, depth - 1)
 
 
-def _fill_caches(adapter: Traceable, tensors: Sequence[torch.Tensor]) -> None:
+def _fill_caches(adapter: Traceable, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """One call of the model on copies: what it makes in its first call and keeps is to be real.
 
     A trace would leave its own stand-ins for tensors there, and the model would be broken for good. A
     model that fails here fails when it is captured, too, and is told why. What a training step finds in
-    the model's attributes is what its caller left there.
+    the model's attributes is what its caller left there. The first result, if there is one.
     """
     callee = adapter.callee
     parameters = [p for module in callee.watched for p in module.parameters()]
     kept = attributes_kept(callee.watched, callee.values) if adapter.trains else contextlib.nullcontext()
     try:
         with (
-            generators_kept(),
+            generators_kept(callee),
             ParametersUnwritten(parameters),
             values_kept(callee.bound_tensors),
             kept,
         ):
-            adapter.eager([tensor.clone() for tensor in tensors])
+            results, _ = adapter.eager([tensor.clone() for tensor in tensors])
     except torch.OutOfMemoryError:
         raise
     except Exception as reason:
         log.debug("the model could not be called before it was captured: %s", reason)
+        return ()
+    return results[:1]
 
 
 def _reference(adapter: Traceable, trial: Trial, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -259,6 +267,11 @@ def _reference(adapter: Traceable, trial: Trial, tensors: Sequence[torch.Tensor]
         raise
     except (RuntimeError, TypeError, ValueError) as reason:
         raise refused_by_model(adapter.callee.name, tensors, reason) from reason
+    if trial.lost:
+        more = f" and {len(trial.lost) - 3} more" if len(trial.lost) > 3 else ""
+        raise MismatchError(
+            f"eager changes {', '.join(trial.lost[:3])}{more} in a way that no graph shows"
+        )
     return reference
 
 
@@ -287,20 +300,42 @@ def _tolerant_entries(
 
 
 def _refuse_hidden_state(adapter: Traceable, trial: Trial, reference: Sequence[torch.Tensor]) -> None:
-    """CaptureError if a second call of the model itself gives something else than the first."""
-    if not agrees(trial.eager(), reference):
+    """CaptureError if another call of the model itself gives something else than the first.
+
+    What a call like it has left may make no difference, so one with other values comes in between.
+    """
+    is_same = agrees(trial.eager(), reference)
+    try:
+        with generators_kept(adapter.callee):
+            adapter.eager([_another(tensor) for tensor in trial.given], lambda _, p: _another(p))
+    except Exception as reason:
+        log.debug("the model could not be called with other values: %s", reason)
+    if not (is_same and agrees(trial.eager(), reference)):
         raise CaptureError(
             f"{adapter.callee.name} ({adapter.callee.location}) keeps state between calls in "
             f"{adapter.assigned}; a plan sees only buffers. Use register_buffer for it"
         )
 
 
+def _another(tensor: torch.Tensor) -> torch.Tensor:
+    """Other values that are as usual: in another order, and where that is valid a bit smaller."""
+    moved = tensor.roll(1, 0) if tensor.dim() > 0 else tensor.clone()
+    if not tensor.is_floating_point() or tensor.itemsize < 2:
+        return moved
+    factors = torch.linspace(0.8, 1.0, tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+    return moved * factors.view(tensor.shape)
+
+
 class _Stages:
-    """Seconds of each stage, told to the caller as they begin."""
+    """Seconds of each stage, told to the caller as they begin, and how far a long one is."""
 
     def __init__(self, progress: Progress) -> None:
         self.seconds: dict[str, float] = {}
         self._progress = progress
+
+    def within(self, name: str) -> Progress:
+        """Tells the caller how far that stage is."""
+        return lambda how_far: self._progress(f"{name}: {how_far}")
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -43,11 +43,12 @@ class Prepared:
         self.device = device
         self.choice: Choice = prepare(device, adapter, tensors, options, folded, progress)
         self._program = self.choice.lowered.program
-        self._trains = adapter.trains
+        self._trains, self._callee = adapter.trains, adapter.callee
         self._label = f"torch_nimble {adapter.callee.name} ({self.choice.chosen})"
         roots = [*adapter.callee.modules.values(), *adapter.callee.watched]
         self._modules = list(dict.fromkeys(m for root in roots for m in root.modules()))
         self._lock = device.lock or threading.Lock()
+        self._strides = [t.stride() for t in tensors] if adapter.writes_by_layout else None
         self._written = [i for i, slot in enumerate(self._program.inputs) if slot.mutated]
         self.watch = self._watch_now()
         self.calls = 0
@@ -61,7 +62,7 @@ class Prepared:
             source.tensor() for name, source in sources.items() if self._written or name in program.state
         ]
         self._exposed = frozenset(_storage(tensor) for tensor in held if tensor is not None)
-        return Watch(sources, program.state, self._modules)
+        return Watch(sources, program.state, self._modules, self._callee.asked.values())
 
     @property
     def writes(self) -> bool:
@@ -93,10 +94,26 @@ class Prepared:
         """What the results are put into."""
         return self._program.output_structure
 
-    def refusal(self, tensors: Sequence[torch.Tensor]) -> str | None:
-        """Why this call must not be run by the plan: written memory that an input shares."""
-        if not self.writes:
-            return None
+    @property
+    def may_refuse(self) -> bool:
+        """Whether there are calls of this signature that must not be run by the plan."""
+        return self.writes or self._strides is not None
+
+    def refusal(self, tensors: Sequence[torch.Tensor]) -> tuple[str, str] | None:
+        """Why this call must not be run by the plan, and what to do: what is written may be another."""
+        if self._strides is not None:
+            for i, (tensor, stride) in enumerate(zip(tensors, self._strides, strict=True)):
+                if tensor.stride() != stride:
+                    reason = (
+                        f"input {i} has strides {tensor.stride()}, the plan was made for {stride}, and "
+                        "by its layout the model writes to it or to a copy"
+                    )
+                    return reason, "pass inputs of one layout, or write to a clone()"
+        shared = self._shared(tensors) if self.writes else None
+        return None if shared is None else (shared, "pass tensors that do not share memory")
+
+    def _shared(self, tensors: Sequence[torch.Tensor]) -> str | None:
+        """Which memory that is written is an input's, too."""
         memories = [_storage(tensor) for tensor in tensors]
         apart = not self._written or len(set(memories)) == len(memories)
         if apart and self._exposed.isdisjoint(memories):
@@ -119,9 +136,8 @@ class Prepared:
 
     def take_in(self, folded: FoldedConstants) -> None:
         """Use the model's present weights from the next call on."""
-        constants = folded.evaluate(self._program)
-        with self._lock:
-            self.choice.executable.rebind(constants)
+        with self._lock, _default_dtype(self.signature.default_dtype):
+            self.choice.executable.rebind(folded.evaluate(self._program))
             folded.adopt(self._program, self.choice.executable.constants)
             self.watch = self._watch_now()
 
@@ -182,6 +198,20 @@ class Prepared:
             ),
             kinds=times_by_kind(graph, self.device.described()),
         )
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """With that default dtype; it is set only if it is another, for it is every thread's."""
+    before = torch.get_default_dtype()
+    if before is dtype:
+        yield
+        return
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _made_up(slot: InputSlot, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -84,7 +84,7 @@ class QuickCall:
         self._is_plain = structure == flatten_inputs(tensors, {})[1]
         self._results = prepared.output_structure
         self._is_single = isinstance(self._results, Leaf)
-        self._writes = prepared.writes
+        self._may_refuse = prepared.may_refuse
         self._checks_first = prepared.writes or prepared.draws
         _watch_forks()
         self._forks = _forks[0]
@@ -129,6 +129,6 @@ class QuickCall:
         return (
             not any(t.requires_grad or t.is_neg() or t.is_conj() for t in tensors)
             and self._signature.modes_hold("cuda")
-            and not (self._writes and self._prepared.refusal(tensors) is not None)
+            and not (self._may_refuse and self._prepared.refusal(tensors) is not None)
             and self._unchanged()
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from torch_nimble.capture import AutocastState
 from torch_nimble.errors import InputError
-from torch_nimble.flags import numeric_flags
+from torch_nimble.flags import flags_on
 from torch_nimble.tree import Leaf, Node, Static, Structure, argument_names, child_labels, input_paths
 
 TensorKey = tuple[tuple[int, ...], torch.dtype, torch.device]
@@ -39,17 +40,22 @@ class Signature:
     training: tuple[bool, ...]
     """The mode of every module of the model, in its order."""
     default_dtype: torch.dtype
+    autocast_dtype: torch.dtype
+    """What a model that turns autocast on itself would get."""
     flags: tuple[bool, ...] = ()
-    """What torch may do to numbers on a GPU, such as TF32."""
+    """How torch computes some layers, and what it may do to numbers on a GPU, such as TF32."""
     phase: str = ""
     """Which part of a training step it is, where several batches make one."""
+    trained: frozenset[str] = frozenset()
+    """What an update without a batch is of."""
 
     def modes_hold(self, kind: str) -> bool:
         """Whether autocast, the default dtype and the flags are now what they were, on that device."""
         return (
             self.autocast == AutocastState.current(kind)
             and torch.get_default_dtype() is self.default_dtype
-            and (kind != "cuda" or numeric_flags() == self.flags)
+            and torch.get_autocast_dtype(kind) is self.autocast_dtype
+            and flags_on(kind) == self.flags
         )
 
     def __str__(self) -> str:
@@ -95,12 +101,21 @@ def check_tensors(structure: Node, tensors: Sequence[torch.Tensor]) -> list[torc
     return [t.resolve_conj().resolve_neg() if t.is_conj() or t.is_neg() else t for t in tensors]
 
 
-def write_back(given: Sequence[torch.Tensor], taken: Sequence[torch.Tensor]) -> None:
-    """Into tensors that were resolved, what a call has written to those it got instead of them."""
-    for tensor, resolved in zip(given, taken, strict=True):
-        if tensor is not resolved and not torch.equal(tensor, resolved):
+def share_memory(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether two of them may overlap."""
+    memories = [tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()]
+    return len(set(memories)) < len(memories)
+
+
+@contextlib.contextmanager
+def written_back(given: Sequence[torch.Tensor], taken: Sequence[torch.Tensor]) -> Iterator[None]:
+    """What is written inside to tensors that were resolved is written to those that were given."""
+    resolved = [(g, t, t.clone()) for g, t in zip(given, taken, strict=True) if g is not t]
+    yield
+    for lazy, now, before in resolved:
+        if not bool(torch.isclose(now, before, rtol=0, atol=0, equal_nan=True).all()):
             with torch.no_grad():
-                tensor.copy_(resolved)
+                lazy.copy_(now)
 
 
 def check_devices(structure: Node, tensors: Sequence[torch.Tensor], device: torch.device | None) -> None:

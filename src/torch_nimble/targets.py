@@ -8,6 +8,7 @@ graph.json                 a bare task graph
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import re
 import sys
@@ -122,12 +123,30 @@ def make_inputs(specs: Sequence[str], seed: int = 0) -> tuple[torch.Tensor, ...]
     return tuple(made)
 
 
+def module_file(target: str) -> str | None:
+    """The file of a target's module, which is not loaded; OptionError if there is no such module."""
+    path = target.partition(":")[0]
+    _import_from_here()
+    try:
+        spec = importlib.util.find_spec(path)
+    except (ImportError, ValueError) as reason:
+        raise OptionError(f"cannot import {path!r} for the target {target!r}: {reason}") from reason
+    if spec is None:
+        raise OptionError(f"there is no module {path!r} for the target {target!r}, here or installed")
+    return spec.origin
+
+
+def _import_from_here() -> None:
+    """Modules in the current folder can be imported, as with `python -m`."""
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+
+
 def _from_module(target: str, args: tuple[torch.Tensor, ...]) -> Target:
     import torch
 
     path, _, name = target.partition(":")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+    _import_from_here()
     try:
         module = importlib.import_module(path)
     except Exception as reason:  # whatever a module does when it is imported

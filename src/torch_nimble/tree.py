@@ -13,6 +13,7 @@ import collections.abc
 import dataclasses
 import enum
 import functools
+import inspect
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -55,7 +56,9 @@ class Node:
     keys: tuple[Any, ...]
     children: tuple[Structure, ...]
     factory: Any = None
-    """Of a defaultdict."""
+    """Of a defaultdict; of a deque, its longest length."""
+    kinds: tuple[Any, ...] = ()
+    """What tells keys of a dict apart that are equal: 1, 1.0 and True."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,19 +160,19 @@ def _flatten(value: Any, tensors: list[torch.Tensor], path: str, side: _Side) ->
         return _LEAF
     kind = type(value)
     if isinstance(value, _PLAIN):
-        return Static((kind, value.hex() if isinstance(value, float) else repr(value)), value)
+        return Static((kind, _told_apart(value)), value)
     if isinstance(value, dict):
         # Hugging Face's outputs are dicts and dataclasses at once; as dicts they omit what is None.
         items = tuple(value.items())
         children = tuple(_flatten(v, tensors, f"{path}[{k!r}]", side) for k, v in items)
         side.more(value, _fields(kind), path)
-        factory = getattr(value, "default_factory", None)
-        return Node(kind, tuple(k for k, _ in items), children, factory)
+        keys, factory = tuple(k for k, _ in items), getattr(value, "default_factory", None)
+        return Node(kind, keys, children, factory, tuple(map(_key_kind, keys)))
     if isinstance(value, tuple | list | collections.deque):
         names = getattr(value, "_fields", ())
         children = tuple(_flatten(v, tensors, f"{path}[{i}]", side) for i, v in enumerate(value))
         side.more(value, (), path)
-        return Node(kind, tuple(names), children)
+        return Node(kind, tuple(names), children, getattr(value, "maxlen", None))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = _fields(kind)
         children = tuple(
@@ -178,6 +181,21 @@ def _flatten(value: Any, tensors: list[torch.Tensor], path: str, side: _Side) ->
         side.more(value, fields, path)
         return Node(kind, fields, children)
     return side.unknown(value, tensors, path)
+
+
+def _told_apart(value: Any) -> str:
+    """Differs for values of one type of which one is not as good as the other."""
+    if isinstance(value, enum.Enum):
+        return f"{id(value):x}"  # what it shows may be the same for all
+    return value.hex() if isinstance(value, float) else repr(value)
+
+
+def _key_kind(key: Any) -> Any:
+    """What tells a dict's key from others that are equal: mostly its type, and those in a tuple."""
+    if isinstance(key, tuple):
+        return (type(key), *map(_key_kind, key))
+    told_apart = isinstance(key, float | complex | enum.Enum)
+    return (type(key), _told_apart(key)) if told_apart else type(key)
 
 
 def _refuse(value: Any, tensors: list[torch.Tensor], path: str) -> Structure:
@@ -191,9 +209,29 @@ def _refuse(value: Any, tensors: list[torch.Tensor], path: str) -> Structure:
     )
 
 
+def _more(value: Any, known: Sequence[str]) -> list[str]:
+    """Attributes of a container beside its elements or fields."""
+    return [name for name in getattr(value, "__dict__", ()) if name not in known]
+
+
+def _refuse_unseen(value: Any, known: Sequence[str], path: str) -> None:
+    """InputError for an input that holds more than its elements or fields.
+
+    What a property has kept is made again when it is asked for, and a dict may be its own attributes.
+    """
+    for name in _more(value, known):
+        kept = isinstance(inspect.getattr_static(type(value), name, None), functools.cached_property)
+        if not kept and vars(value) is not value:
+            raise InputError(
+                f"{path} is a {type(value).__module__}.{type(value).__qualname__} with the attribute "
+                f"{name!r} beside its elements, which a plan does not look at; pass that as an "
+                "argument, an element or a field, too"
+            )
+
+
 def _refuse_more(value: Any, known: Sequence[str], path: str) -> None:
     """CaptureError for a result that holds more than its elements or fields."""
-    more = [name for name in getattr(value, "__dict__", ()) if name not in known]
+    more = _more(value, known)
     if more:
         raise CaptureError(
             f"the model's {path} is a {type(value).__module__}.{type(value).__qualname__} with the "
@@ -223,7 +261,7 @@ def _take_apart(value: Any, tensors: list[torch.Tensor], path: str) -> Structure
     return Opaque(type(value), tuple(attributes), children)
 
 
-_INPUTS = _Side(_refuse, lambda value, known, path: None)
+_INPUTS = _Side(_refuse, _refuse_unseen)
 _OUTPUTS = _Side(_take_apart, _refuse_more)
 
 
@@ -248,6 +286,8 @@ def _unflatten(structure: Structure, supply: Iterator[Any]) -> Any:
         return made
     if issubclass(kind, tuple) and isinstance(kind.__new__, types.FunctionType):
         return tuple.__new__(kind, children)  # as named tuples do; others may take what they like
+    if issubclass(kind, collections.deque) and structure.factory is not None:
+        return kind(children, structure.factory)
     if issubclass(kind, tuple | list | collections.deque):
         return kind(children)
     made = object.__new__(kind)

@@ -4,9 +4,11 @@ Parameters and buffers that tasks read as they are stay references to the model'
 in place are seen by themselves. Values folded from them (a convolution with its batch norm) can go
 stale. At each call (on a GPU after the launch) the engine compares, for every tensor it depends on,
 whether the model still holds that very tensor, where its memory lies and whether its version counter
-moved; if so, the folded values are made anew. Tensors made in inference mode have no counter.
-Steps of optimizers are counted too, for fused ones move no counter. Writes through `.data` or a numpy
-array that shares the memory move none either and cannot be seen: `update_weights()` is for those.
+moved; if so, the folded values are made anew. Tensors made in inference mode have no counter. Steps of
+optimizers are counted too, for fused ones move no counter. Batch norms in training mode move none of
+their statistics', but they count their batches, and nobody trains without a change of modes. Writes
+through `.data` or a numpy array that shares the memory move none either and cannot be seen:
+`update_weights()` is for those.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from torch_nimble.touched import Tables
 _optimizer_steps = [0]
 _TRAINING = operator.itemgetter("training")
 _VERSION = operator.attrgetter("_version")
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _DATA_PTR = torch.Tensor.data_ptr
 
 
@@ -72,7 +75,7 @@ class FoldedConstants:
         }
         for call in program.folding:
             args, kwargs = _key(call.args, keys), _key(tuple(call.kwargs.items()), keys)
-            keys[call.name] = self._number((call.target, args, kwargs))
+            keys[call.name] = self._number((call.target, args, kwargs, torch.get_default_dtype()))
         return keys
 
     def evaluate(self, program: Program) -> dict[str, torch.Tensor]:
@@ -271,8 +274,14 @@ class Watch:
     """The model's tensors that a plan depends on, as they were when it last took them in."""
 
     def __init__(
-        self, sources: Mapping[str, Source], state: frozenset[str], modules: Iterable[nn.Module]
+        self,
+        sources: Mapping[str, Source],
+        state: frozenset[str],
+        modules: Iterable[nn.Module],
+        asked: Iterable[torch.Tensor] = (),
     ) -> None:
+        """Of tensors that are `asked` whether they require grad, that is looked at, too."""
+        modules = list(modules)
         tensors = {name: source.tensor() for name, source in sources.items()}
         # Tied weights stand in several tables; replacing any of them changes the model.
         used = {id(tensor) for tensor in tensors.values()}
@@ -294,10 +303,15 @@ class Watch:
             if tensor is not None and name not in state and not tensor.is_inference()
         ]
         self._versions = list(map(_VERSION, self._counted))
+        own_state = {id(tensors[name]) for name in state}
+        self._batches = [t for t in _batches_of(modules) if id(t) not in own_state]
+        self._batch_versions = list(map(_VERSION, self._batches))
         self._located = [tensor for tensor in tensors.values() if tensor is not None]
         self._addresses = list(map(_DATA_PTR, self._located))
         self._places = list(range(len(self._located)))
-        self._looks = _looks(self._tensors)
+        self._asked = list(asked)
+        self._require_grad = list(map(_REQUIRES_GRAD, self._asked))
+        self._looks = self._looks_of(self._tensors)
         self._steps = _optimizer_steps[0]
 
     def _now(self) -> list[Any]:
@@ -317,7 +331,7 @@ class Watch:
             if not self._holds_the_same():
                 return False
             self._touched = now
-        return self.as_they_were()
+        return self._batch_versions == list(map(_VERSION, self._batches)) and self.as_they_were()
 
     def _holds_the_same(self) -> bool:
         """Whether tables that somebody has touched have the same tensors in them."""
@@ -329,11 +343,27 @@ class Watch:
             self._steps == _optimizer_steps[0]
             and self._versions == list(map(_VERSION, self._counted))
             and _same_addresses(self._located, self._addresses, self._places)
+            and self._require_grad == list(map(_REQUIRES_GRAD, self._asked))
         )
 
     def fits(self) -> bool:
         """Whether what the model holds now has the shapes, dtypes and devices the plan was made for."""
-        return self._looks == _looks(self._now()) and self._names == self._names_now()
+        return (
+            self._looks == self._looks_of(self._now())
+            and self._names == self._names_now()
+            and self._require_grad == list(map(_REQUIRES_GRAD, self._asked))
+        )
+
+    def _looks_of(self, tensors: list[Any]) -> Any:
+        """Of a parameter that is replaced, whether it requires grad as the one before did."""
+        held = [t for t in tensors if isinstance(t, torch.Tensor)] if self._asked else []
+        return _looks(tensors), list(map(_REQUIRES_GRAD, held))
+
+
+def _batches_of(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
+    """Where batch norms count batches: to write their statistics moves the version of this alone."""
+    found = (module._buffers.get("num_batches_tracked") for module in modules)
+    return [tensor for tensor in found if tensor is not None and not tensor.is_inference()]
 
 
 def _are(held: list[Any], now: list[Any]) -> bool:

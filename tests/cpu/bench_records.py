@@ -47,7 +47,9 @@ def rejected() -> Json:
 def explained(plan: str) -> Json:
     """What an engine says of itself, shortened."""
     facts = {"tasks": 525, "width": 11}
-    return {"chosen": plan, "streams": 4, "waits": 170, "facts": facts, "critical_path_us": 491.0}
+    kinds = [{"kind": "convolution", "us": 700.0}, {"kind": "elementwise", "us": 200.0}]
+    found = {"chosen": plan, "streams": 4, "waits": 170, "facts": facts, "critical_path_us": 491.0}
+    return {**found, "kinds": kinds}
 
 
 def speed(target: str = "resnet50", ours: float = 500, peers: Json | None = None, **fields: Any) -> Json:
@@ -57,7 +59,7 @@ def speed(target: str = "resnet50", ours: float = 500, peers: Json | None = None
         "cudagraph": timed(1000, replay_us=950.0),
         "compile": timed(1500),
         "reduce-overhead": timed(800),
-        "nimble-serial": timed(ours * 1.5),
+        "nimble-serial": timed(ours * 1.5, replay_us=720.0),
         "nimble": timed(
             ours,
             idle=0.07,
@@ -76,7 +78,8 @@ def speed(target: str = "resnet50", ours: float = 500, peers: Json | None = None
         "distance_over_tolerance": 53.2,
         "check_can_fail": False,
     }
-    whole = {"systems": systems, "check": check, "floor": {"flops": 8.2e9, "bytes": 5e7, "us": 17.5}}
+    rates = {"flops_a_second": 4e14, "bytes_a_second": 4e12}
+    whole = {"systems": systems, "check": check, "floor": {"flops": 8.2e9, "bytes": 5e7, **rates}}
     return line("speed", target, **{**whole, **fields})
 
 

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from torch_nimble.kernels.operator import capability_of, launches_of, lay_out, pitch_of, result_of
-from torch_nimble.kernels.sites import BEFORE, OF_ROWS, Kind, Site, Way, Window, configs
+from torch_nimble.kernels.sites import BEFORE, OF_ROWS, Kind, Site, Way, Window, configs, count_kernels
 
 Tensor = torch.Tensor
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -34,8 +38,10 @@ WINDOWS = [
     ((1, 1), (2, 2), (0, 0), (1, 1)),
     ((3, 3), (1, 1), (1, 1), (1, 1)),
     ((3, 3), (2, 2), (1, 1), (1, 1)),
+    ((5, 5), (1, 1), (2, 2), (1, 1)),
     ((5, 5), (2, 2), (2, 2), (1, 1)),
     ((7, 7), (1, 1), (3, 3), (1, 1)),
+    ((7, 7), (2, 2), (3, 3), (1, 1)),
     ((1, 7), (1, 1), (0, 3), (1, 1)),
     ((3, 3), (1, 1), (2, 2), (2, 2)),
     ((3, 3), (2, 1), (0, 1), (1, 1)),
@@ -46,23 +52,68 @@ SIZES = [
     ((2, 33, 6, 5), 17),
     ((1, 64, 14, 14), 96),
     ((1, 3, 16, 15), 8),
+    ((1, 5, 13, 11), 7),
     ((2, 70, 1, 1), 40),
     ((9, 40, 1, 1), 33),
 ]
 Case = tuple[Any, Any, Any]
 
 
-def cases(every: int = 1) -> list[Case]:
-    """Windows, sizes and activations, or each so many-th of them."""
+class Precision(NamedTuple):
+    """What kernels compute with, and how far from float64 that may be."""
+
+    dtype: str
+    tf32: bool
+    """Whether products may be those of numbers rounded to TF32."""
+    allowed: float
+
+
+CHECK = """
+import ast, sys
+import torch
+from cpu.kernel_cases import check_some
+torch.backends.cudnn.allow_tf32 = False
+check_some(*map(ast.literal_eval, sys.argv[1:]))
+"""
+
+
+def checking(
+    device: str, precisions: Sequence[Precision], start: int, step: int, every: int, **environment: str
+) -> subprocess.Popen[str]:
+    """A process that does `check_some`; whether kernels are interpreted, its environment says."""
+    given = [device, [tuple(precision) for precision in precisions], start, step, every]
+    places = [str(Path(__file__).parents[1]), *sys.path]
+    return subprocess.Popen(
+        [sys.executable, "-c", CHECK, *map(repr, given)],
+        env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(places)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def check_some(
+    device: str, precisions: Sequence[tuple[str, bool, float]], start: int, step: int, every: int
+) -> None:
+    """Each so many-th of all cases in all precisions; what is wrong is told with the case."""
+    for case, given in list(itertools.product(cases(), precisions))[start::step]:
+        dtype, tf32, allowed = given
+        try:
+            check_kernels(case, getattr(torch, dtype), device, allowed, every, tf32)
+        except Exception as error:
+            raise AssertionError(f"{case} in {dtype}, tf32 {tf32}") from error
+
+
+def cases() -> list[Case]:
+    """Windows, sizes and activations."""
     activations = itertools.cycle(itertools.product(BEFORE, ACTIVATIONS))
-    found = [
+    return [
         (window, size, activation)
         for (window, size), activation in zip(
             itertools.product(WINDOWS, SIZES), activations, strict=False
         )
         if min(Window(*window).size(*size[0][2:])) > 0
     ]
-    return found[::every]
 
 
 def check_kernels(
@@ -126,7 +177,9 @@ def among_others(x: Tensor) -> Tensor:
 def run(site: Site, config: str, x: Tensor, weight: Tensor, bias: Tensor, added: Tensor) -> Tensor:
     """What the kernels of a config make, in memory that was something else."""
     result = result_of(x, site).fill_(float("nan"))
-    for launch in launches_of(site, config, capability_of(x.device), pitch_of(x)):
+    launches = launches_of(site, config, capability_of(x.device), pitch_of(x))
+    assert len(launches) == count_kernels(config)
+    for launch in launches:
         several = (launch.parts, result.numel())
         out = torch.full(several, float("nan"), device=x.device) if launch.parts > 1 else result
         launch.kernel[launch.grid](x, weight, bias, added, out, **launch.constants)

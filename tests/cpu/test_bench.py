@@ -35,6 +35,7 @@ from torch_nimble.bench import (
     grids,
     nvml,
     processes,
+    provenance,
     record,
     runner,
     suites,
@@ -255,6 +256,19 @@ def test_a_line_with_fewer_systems_or_other_inputs_replaces_nothing() -> None:
     other = line(mark=3, systems={"nimble": {}}, settings={"inputs": ["1x3"]})
     found = record.latest([full, narrow, other])
     assert [entry["mark"] for entry in found.values()] == [1, 3]
+
+
+def test_a_module_that_is_not_there_is_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bench_of_one_s_own.py").write_text("raise SystemExit('it was loaded')")
+    assert provenance.source_of("bench_of_one_s_own:net")
+    for target in ("nowhere:net", "nowhere.at.all:net"):
+        found = CliRunner().invoke(app, ["bench", target, "--input", "1x3", "--out", "record"])
+        assert isinstance(found.exception, OptionError)
+        assert "nowhere" in str(found.exception)
+        assert not (tmp_path / "record").exists()
 
 
 def test_half_a_line_at_the_end_is_written_over(tmp_path: Path) -> None:

@@ -94,7 +94,8 @@ SAID = {
     "step-memory": ("32 | 25 | 30 | 50 | 60 | 75 | 90 | 1.20×",),
     "batches": ("busy", "nasnet-a-mobile | fp16 | 4 | free", "1.50× ("),
     "latency": ("5\u202f000 / 6\u202f000", "failed", HTML),
-    "limits": ("480 | 491 | 0.98× | 17.5", "8.20", "50.0 | 950"),
+    "limits": ("480 | 393 | 1.22× | 20.5", "8.20", "50.0 | 720 | 950"),
+    "steadiness": ("nasnet-a-mobile | fp32 | 1 | free", "1.03× | 1.03×"),
     "intervals": ("in a row that nobody waits for", "4\u202f900", "490"),
     "cost": ("31.4 | 3",),
     "memory": ("8 | 25 | 40 | 20 | 30 | 44 | 24 | 1.20× | 1.10× | 1.20×",),
@@ -257,9 +258,29 @@ def test_a_wrong_result_of_a_peer_is_marked_and_nothing_is_compared_with_it(tmp_
 
 def test_calls_in_a_row_stand_in_for_a_replay_and_the_table_says_so(tmp_path: Path) -> None:
     found, _ = shown(tmp_path, speed(peers={"nimble": timed(500, interval_us=490.0)}))
-    assert "490 | calls in a row | 17.5 | 28.00×" in found["limits"]
+    assert "490 | calls in a row | 20.5 | 23.90×" in found["limits"]
     found, _ = shown(tmp_path, speed())
     assert "| instead of a replay" not in found["limits"]
+
+
+def test_floors_are_of_the_highest_rates_that_were_measured_on_the_gpu(tmp_path: Path) -> None:
+    disturbed = {"flops": 8.2e9, "bytes": 5e7, "flops_a_second": 1e14, "bytes_a_second": 1e12}
+    found, _ = shown(tmp_path, speed(), speed("unet", floor=disturbed))
+    assert found["limits"].count("| 20.5 |") == 2
+
+
+def test_energy_beyond_that_of_the_best_peer_is_marked(tmp_path: Path) -> None:
+    peers = {"reduce-overhead": timed(800, energy_mj=60.0)}
+    found, _ = shown(tmp_path, speed(peers=peers))
+    assert "0.10× | 1.50×" in found["energy"]
+    text = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert re.search(r'class="[^"]*bad[^"]*"[^>]*>1.50×', text)
+
+
+def test_rounds_say_how_even_they_were_and_the_host_was(tmp_path: Path) -> None:
+    rounds = [{"calls": 9, "p50_us": us, "host_us": us / 4} for us in (400.0, 500.0, 800.0)]
+    found, _ = shown(tmp_path, speed(peers={"nimble": timed(500, rounds=rounds)}))
+    assert "2.00× | 2.00×" in found["steadiness"]
 
 
 def test_without_an_idle_share_nothing_is_said_of_busy_time(tmp_path: Path) -> None:
@@ -358,7 +379,7 @@ def test_the_pieces_of_documentation() -> None:
     assert any("bert-base" in row and "25.0 %" in row and "&lt;larger&gt;" in row for row in rows)
     assert any("out of memory while preparing" in row for row in rows)
     faster = tables.markdown([speed(ours=100)], {})["gpu slower"]
-    assert faster == "On the GPU no other system took less than ours in any result of this record."
+    assert faster == "On the GPU no other system took less than ours in the newest run of any result."
     assert tables.markdown([], {}) == {}
 
 

@@ -290,8 +290,10 @@ def test_equal_values_are_no_change_and_other_types_are() -> None:
 
 
 def test_objects_that_do_more_than_hold_data_are_not_looked_into() -> None:
-    plain, other = types.SimpleNamespace(a=1, b=[2]), types.SimpleNamespace(a=1, f=torch.relu)
+    plain, other = types.SimpleNamespace(a=1, b=[2]), types.SimpleNamespace(a=1, f=nn.ReLU())
     assert Contents([plain]).containers == [vars(plain), [2]]
+    with_code = types.SimpleNamespace(a=1, f=torch.relu, g=nn.ReLU, h=functools.partial(rows))
+    assert Contents([with_code]).containers == [vars(with_code)]
     assert Contents([other, nn.ReLU(), torch.ones(2), list(range(2000))]).containers == []
     endless: list[Any] = []
     endless.append(endless)

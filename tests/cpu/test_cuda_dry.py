@@ -33,7 +33,7 @@ from torch_nimble.execute.measure import Timing
 from torch_nimble.execute.room import Room
 from torch_nimble.execute.timelines import cuda_timeline
 from torch_nimble.execute.walk import buffers_of_operators
-from torch_nimble.flags import numeric_flags
+from torch_nimble.flags import flags_on
 from torch_nimble.lower import Lowered, lower
 from torch_nimble.options import Options
 from torch_nimble.quick import MISS
@@ -768,7 +768,7 @@ def test_the_short_way_of_a_call_is_taken_for_calls_like_the_one_before_and_no_o
         quick = fast._quick
         assert quick is not None
         quick._index = -1  # of tensors of the host
-        quick._signature = replace(quick._signature, flags=numeric_flags())
+        quick._signature = replace(quick._signature, flags=flags_on("cuda"))
 
         def is_taken(*args: Any, **kwargs: Any) -> bool:
             return quick(args, kwargs) is not MISS

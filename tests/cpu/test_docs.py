@@ -55,8 +55,12 @@ def test_the_tables_are_the_committed_record_s(page: str) -> None:
 
 
 def test_the_page_and_plots_are_the_committed_record_s(tmp_path: Path) -> None:
-    for made in render(record.read(RECORD), command.readings_of(RECORD), tmp_path):
+    rendered = render(record.read(RECORD), command.readings_of(RECORD), tmp_path)
+    for made in rendered:
         assert (RECORD / made.name).read_text() == made.read_text(), f"{made.name} is not current"
+    assert {file.name for file in RECORD.glob("*.svg")} == {
+        m.name for m in rendered if m.suffix == ".svg"
+    }
 
 
 def test_every_public_name_exists_and_is_listed_once() -> None:

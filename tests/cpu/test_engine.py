@@ -17,6 +17,7 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 import torch_nimble as nimble
 from cpu.helpers import (
@@ -155,6 +156,49 @@ def test_model_that_mixes_rows_runs_eagerly_and_says_so() -> None:
         assert "influence each other" in fallbacks(fast)[0]["reason"]
 
 
+@pytest.mark.parametrize(
+    ("warm", "later"),
+    [
+        (torch.zeros(2, 3, dtype=torch.long), torch.tensor([[1, 2, 3], [4, 5, 6]])),
+        (torch.tensor([[1, 2, 3], [0, 0, 0]]), torch.tensor([[0, 0, 0], [4, 5, 6]])),
+        (torch.zeros(2, 3, dtype=torch.bool), torch.tensor([[True, False, True], [False] * 3])),
+    ],
+    ids=["zeros", "a last row of zeros", "booleans"],
+)
+def test_model_that_mixes_rows_of_whole_numbers_is_found_out(warm: Tensor, later: Tensor) -> None:
+    def centred(numbers: Tensor) -> Tensor:
+        rows = numbers.double().mean(1)
+        return rows - rows.mean(0)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", nimble.NimbleWarning)
+        with nimble.compile(centred, batch_sizes=[4]) as fast:
+            for numbers in (warm, later, warm):
+                assert_close(fast(numbers), centred(numbers))
+
+
+def test_whole_numbers_that_are_always_zero_are_tried_once() -> None:
+    table = nn.Embedding(2, 4)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = table
+
+        def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+            return x + self.table(kind)
+
+    model = Model().eval()
+    x, kind = torch.randn(2, 4), torch.zeros(2, dtype=torch.long)
+    with nimble.compile(model, batch_sizes=[4]) as fast:
+        assert_close(fast(x, kind), eager(model, x, kind))
+        seen = fast.explain().to_dict()["signatures"][0]["calls"]
+        assert_close(fast(x, kind), eager(model, x, kind))
+        assert fast.explain().to_dict()["signatures"][0]["calls"] == seen + 1
+        assert_close(fast(x, 1 - kind), eager(model, x, 1 - kind))
+        assert fallbacks(fast) == []
+
+
 def test_model_that_mixes_rows_is_found_out_even_after_a_batch_of_equal_rows() -> None:
     """A warm-up with zeros looks right when padded with more zeros."""
 
@@ -238,6 +282,24 @@ def test_changed_weights_are_taken_in_at_the_next_call(model: nn.Module, name: s
         after = fast(x)
         assert_close(after, eager(model, x))
         assert not torch.allclose(after, before, atol=1e-3)
+
+
+@pytest.mark.parametrize("layers", [(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), (nn.BatchNorm2d(3),)])
+def test_statistics_of_an_eager_pass_in_training_mode_are_taken_in(
+    layers: tuple[nn.Module, ...],
+) -> None:
+    calibrated = nn.Sequential(*map(copy.deepcopy, layers)).eval()
+    with nimble.compile(calibrated, (image(),)) as fast:
+        for shift in (3.0, -5.0):
+            calibrated.train()
+            calibrated(image() * 3 + shift)
+            calibrated.eval()
+            x, larger = image(), image(3)
+            assert_close(fast(x), eager(calibrated, x))
+            calibrated.train()
+            functional_call(calibrated, dict(calibrated.named_buffers()), (image() * 2 - shift,))
+            calibrated.eval()
+            assert_close(fast(larger), eager(calibrated, larger))  # a shape of its own, the first time
 
 
 def test_writes_through_data_are_taken_in_by_update_weights(model: nn.Module) -> None:

@@ -495,3 +495,17 @@ def test_a_second_interrupt_does_not_spoil_the_next_run() -> None:
         print("right")
     """
     assert "right" in run_script(script)
+
+
+@pytest.mark.parametrize("kind", [nn.InstanceNorm1d, nn.InstanceNorm2d])
+def test_statistics_that_are_written_unseen_are_refused_and_left_alone(kind: Any) -> None:
+    norm = kind(3, track_running_stats=True)
+    x = torch.randn((2, 3, 5, 5)[: 3 if kind is nn.InstanceNorm1d else 4])
+    before = {name: tensor.clone() for name, tensor in norm.state_dict().items()}
+    with nimble.compile(norm) as fast:
+        with pytest.raises(nimble.CaptureError, match=r"track_running_stats=False"):
+            fast(x)
+        for name, tensor in norm.state_dict().items():
+            assert torch.equal(tensor, before[name])
+        norm.eval()
+        torch.testing.assert_close(fast(x), norm(x).detach())

@@ -14,7 +14,20 @@ import torch.distributed as dist
 from torch import nn
 
 import torch_nimble as nimble
-from cpu.training_parts import adam, assert_near, classify, convnet, images, momentum
+from cpu.helpers import Call, assert_equal, snapshot
+from cpu.training_parts import (
+    Heads,
+    adam,
+    assert_near,
+    assert_same_state,
+    classify,
+    convnet,
+    images,
+    momentum,
+    of_head,
+    ordinary_step,
+    rows,
+)
 from torch_nimble.errors import OptionError
 
 STEPS = 6
@@ -53,6 +66,44 @@ def train(rank: int, kind: str, accumulate: int) -> None:
     step.close()
 
 
+def train_parts() -> None:
+    """Steps of which each trains another head."""
+    model = Heads()
+    twin, step = (
+        copy.deepcopy(model),
+        nimble.compile_step(of_head, model, optimizer := momentum(model), distributed=True, strict=True),
+    )
+    other = momentum(twin)
+    for number, head in enumerate((0, 1, 0, 1)):
+        batch = Call(rows(number), {"head": head})
+        step(*batch.args, **batch.kwargs)
+        ordinary_step(of_head, twin, other, batch)
+    assert_near(model.state_dict(), twin.state_dict())
+    assert_same_state(optimizer, other)
+    step.close()
+
+
+def refuse_together(rank: int) -> None:
+    """A loss of one process is infinite, its gradients are not: nobody's weights move."""
+
+    def loss_fn(model: nn.Module, x: torch.Tensor, y: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+        return classify(model, x, y) + more
+
+    torch.manual_seed(0)
+    model = convnet()
+    step = nimble.compile_step(loss_fn, model, momentum(model), distributed=True, check_finite=True)
+    x, y = images(rank)
+    step(x, y, torch.zeros(()))
+    before = snapshot(model)
+    with pytest.raises(FloatingPointError, match="not finite"):
+        step(x, y, torch.tensor(float("inf") if rank == 1 else 0.0))
+    now = snapshot(model)
+    names = before if rank == 0 else dict(model.named_parameters())  # buffers are the first process's
+    assert_equal([now[name] for name in names], [before[name] for name in names])
+    step(x, y, torch.zeros(()))
+    step.close()
+
+
 def test_two_processes_train_as_with_ddp(tmp_path: Path) -> None:
     tests = Path(__file__).parents[1]
     paths = os.pathsep.join([str(tests), str(tests.parent / "src")])
@@ -87,4 +138,6 @@ if __name__ == "__main__":
     dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=number, world_size=2)
     for optimizer, batches in (("momentum", 1), ("adam", 2)):
         train(number, optimizer, batches)
+    train_parts()
+    refuse_together(number)
     dist.destroy_process_group()

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -26,7 +26,17 @@ from cpu.kernel_cases import ACTIVATIONS as FUNCTIONS
 from cpu.kernel_cases import stand_in
 from torch_nimble.capture import Adapter, AutocastState, Callee, Captured
 from torch_nimble.kernels.operator import lay_out, may_round
-from torch_nimble.kernels.sites import ACTIVATIONS, BEFORE, LIBRARY, OF_ROWS, Site, Way, Window, configs
+from torch_nimble.kernels.sites import (
+    ACTIVATIONS,
+    BEFORE,
+    LIBRARY,
+    MERGED,
+    OF_ROWS,
+    Site,
+    Way,
+    Window,
+    configs,
+)
 from torch_nimble.lower.constants import split_constants
 from torch_nimble.lower.inductor import find_layers
 from torch_nimble.lower.observe import observe
@@ -205,9 +215,22 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Window]] = {
         lambda: nn.Conv2d(4, 6, (1, 3), stride=(2, 1), padding=(3, 4), dilation=(1, 2)),
         Window((1, 3), (2, 1), (3, 4), (1, 2)),
     ),
+    "same padding": (lambda: nn.Conv2d(4, 6, 3, padding="same"), Window((3, 3), padding=(1, 1))),
+    "same padding with dilation": (
+        lambda: nn.Conv2d(4, 6, (5, 4), padding="same", dilation=(1, 2)),
+        Window((5, 4), padding=(2, 3), dilation=(1, 2)),
+    ),
+    "valid padding": (
+        lambda: nn.Conv2d(4, 6, 3, 2, padding="valid"),
+        Window((3, 3), (2, 2)),
+    ),
     "pointwise": (lambda: nn.Conv2d(4, 6, 1), Window((1, 1))),
     "one channel": (lambda: nn.Conv2d(4, 1, 3), Window((3, 3))),
     "depthwise": (lambda: nn.Conv2d(4, 4, 5, padding=2, groups=4), Window((5, 5), (1, 1), (2, 2))),
+    "depthwise with same padding": (
+        lambda: nn.Conv2d(4, 4, 7, padding="same", groups=4),
+        Window((7, 7), padding=(3, 3)),
+    ),
     "depthwise with pairs": (
         lambda: nn.Conv2d(4, 4, (3, 2), (1, 2), (0, 1), (2, 1), groups=4, bias=False),
         Window((3, 2), (1, 2), (0, 1), (2, 1)),
@@ -236,6 +259,10 @@ CALLS: dict[str, tuple[Callable[..., Tensor], Window]] = {
     "dilation alone": (
         lambda m, x: F.conv2d(x, m.w, dilation=(1, 2)),
         Window((3, 2), dilation=(1, 2)),
+    ),
+    "a word alone": (
+        lambda m, x: F.conv2d(x, m.w[:, :, :, :1], padding="same"),
+        Window((3, 1), padding=(1, 0)),
     ),
     "groups alone": (lambda m, x: F.conv2d(x, m.deep.weight, groups=4), Window((3, 3))),
     "numbers in lists of one": (
@@ -342,8 +369,6 @@ NO_SITES: dict[str, tuple[Callable[[], Any], Callable[[], Tensor]]] = {
         ),
         image,
     ),
-    "same padding": (lambda: nn.Conv2d(4, 4, 3, padding="same"), image),
-    "valid padding": (lambda: nn.Conv2d(4, 4, 3, padding="valid"), image),
     "one dimension": (lambda: nn.Conv1d(4, 4, 3), lambda: torch.randn(2, 4, 7)),
     "three dimensions": (lambda: nn.Conv3d(4, 4, 3), lambda: torch.randn(1, 4, 3, 4, 5)),
     "no batch": (lambda: nn.Conv2d(4, 4, 3), lambda: torch.randn(4, 5, 5)),
@@ -387,6 +412,34 @@ def test_what_no_kernel_knows_is_no_site(name: str) -> None:
     model, x = make(), make_input()
     assert assert_keeps(model.eval(), x).sites == []
     assert not find_sites(captured_of(model, x))
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+@pytest.mark.parametrize("kernel", [(2, 3), (3, 4), (2, 2)])
+def test_more_padding_on_one_side_than_on_the_other_is_left_to_torch(kernel: tuple[int, int]) -> None:
+    model = nn.Conv2d(4, 4, kernel, padding="same")
+    assert assert_keeps(model, image()).sites == []
+    assert not find_sites(captured_of(model, image()))
+
+
+def test_padding_by_a_word_is_the_same_layer_as_by_a_number() -> None:
+    """They read one image, and so they may be one."""
+    model = Model(
+        lambda m, x: torch.cat([m.named(x), m.numbered(x)], 1),
+        named=nn.Conv2d(4, 6, 3, padding="same"),
+        numbered=nn.Conv2d(4, 5, 3, padding=1),
+    ).eval()
+    made = assert_keeps(model, image())
+    first, second = made.sites
+    assert replace(first, made=5) == second
+    _, groups = find_layers(made.captured)
+    ((group, count),) = groups.items()
+    assert (set(group.sites), count) == ({first, second}, 1)
+    kernels = {str(group): MERGED, str(group.whole): configs(group.whole, "fast")[0]}
+    graph, names = passed(made.captured)
+    assert select.use_kernels(graph, names, kernels) == dict.fromkeys(kernels, 1)
+    x = image()
+    assert_close(Rewritten(made.captured, graph, [], {}).run(x), [eager(model, x)])
 
 
 def test_a_weight_that_is_an_input_is_no_site() -> None:

@@ -37,6 +37,7 @@ from cpu.training_parts import (
     rows,
     sgd,
     text,
+    two_lanes,
 )
 
 OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
@@ -449,3 +450,38 @@ def test_gradients_that_are_not_finite_change_nothing() -> None:
     assert_equal(snapshot(twins.model), before)
     assert_equal(twins.optimizer.state_dict(), state)
     twins.check_training([images(i) for i in range(2)], BATCH_NORM)
+
+
+def with_more(
+    model: nn.Module, x: torch.Tensor, labels: torch.Tensor, more: torch.Tensor
+) -> torch.Tensor:
+    return classify(model, x, labels) + more
+
+
+@pytest.mark.parametrize(("accumulate", "place"), [(1, 0), (3, 0), (3, 1), (3, 2)])
+@pytest.mark.parametrize("what", ["batch", "loss"])
+@pytest.mark.parametrize("disabled", [False, True])
+def test_what_is_not_finite_in_any_batch_of_a_step_changes_nothing(
+    accumulate: int, place: int, what: str, disabled: bool
+) -> None:
+    """Not the statistics of batch norm either, and also where only the loss is infinite."""
+    model = convnet()
+    step = nimble.compile_step(
+        with_more, model, adam(model), accumulate=accumulate, check_finite=True, planner=two_lanes
+    )
+    step._disabled = disabled
+    nothing = torch.zeros(())
+    for number in range(accumulate):
+        step(*images(number), nothing)
+    before, state = snapshot(model), copy.deepcopy(step.optimizer.state_dict())
+    with pytest.raises(FloatingPointError, match="loss or gradients of this step are not finite"):  # noqa: PT012
+        for number in range(accumulate):
+            x, labels = images(10 + number)
+            is_bad = number == place
+            x = x * torch.inf if is_bad and what == "batch" else x
+            step(x, labels, nothing + torch.inf if is_bad and what == "loss" else nothing)
+    assert_equal(snapshot(model), before)
+    assert_equal(step.optimizer.state_dict(), state)
+    for number in range(accumulate):
+        step(*images(number), nothing)
+    assert not torch.equal(model.stem.weight, before["stem.weight"])

@@ -620,3 +620,30 @@ def test_several_batches_of_a_step_have_a_plan_of_their_own_each() -> None:
         twins.ours(batch)
     calls = [one["calls"] for one in twins.step.explain().to_dict()["signatures"]]
     assert calls == [4, 4]
+
+
+@pytest.mark.parametrize("make", [adam, adamw])
+def test_counts_under_a_scaler_are_right_whenever_somebody_looks(make: Any) -> None:
+    """Also where steps are skipped, and where others make one in between."""
+    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3) for _ in range(2)]
+    twins = Twins(mlp(), make, scaler=scalers[0])
+    for i in range(9):
+        x, y = rows(i)
+        if i in (2, 6):
+            y = y * torch.inf
+        twins.ours((x, y))
+        twins.eager_optimizer.zero_grad()
+        scalers[1].scale(mse(twins.eager_model, x, y)).backward()
+        scalers[1].step(twins.eager_optimizer)
+        scalers[1].update()
+        if i in (4, 7):
+            for model, optimizer in twins.both():
+                ordinary_step(mse, model, optimizer, Call(rows(30 + i)))
+                model.zero_grad()
+        ours, theirs = (
+            [kept["step"].item() for kept in found.state.values()]
+            for found in (copy.deepcopy(twins.optimizer), twins.eager_optimizer)
+        )
+        assert ours == theirs
+        assert [kept["step"].item() for kept in twins.optimizer.state.values()] == theirs
+    twins.check()

@@ -5,9 +5,13 @@ Nothing is timed here: what trying would find is given.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import math
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,12 +24,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
+import torch_nimble as nimble
 from cpu.kernel_cases import convolve, stand_in
 from torch_nimble.capture import Adapter, Callee, Captured
-from torch_nimble.devices import examples, tuning
+from torch_nimble.devices import examples, kept, tuning
+from torch_nimble.devices.base import RefusedError
+from torch_nimble.devices.candidates import refusing_failures
 from torch_nimble.devices.cuda import CudaDevice
-from torch_nimble.errors import LoweringError, PlanError
-from torch_nimble.explain import Candidate, KernelAccount
+from torch_nimble.errors import LoweringError, PlanError, first_line
+from torch_nimble.explain import Candidate, KernelAccount, not_tried
 from torch_nimble.kernels.operator import may_round
 from torch_nimble.kernels.sites import (
     APART,
@@ -38,8 +45,9 @@ from torch_nimble.kernels.sites import (
     Way,
     Window,
     configs,
+    count_kernels,
 )
-from torch_nimble.lower import Lowered, inductor, lower
+from torch_nimble.lower import Lowered, inductor, lower, remembered
 from torch_nimble.lower.passes import run_passes, select
 from torch_nimble.options import Options
 from torch_nimble.tree import flatten_inputs
@@ -94,8 +102,62 @@ def test_what_wins_is_never_slower_than_anything(times: dict[str, float]) -> Non
     if chosen == LIBRARY:
         assert not any(us < CLEARLY * times.get(LIBRARY, math.inf) for us in times.values())
     else:
-        assert times[chosen] == best
+        assert CLEARLY * times[chosen] <= best
         assert times[chosen] < CLEARLY * times.get(LIBRARY, math.inf)
+
+
+WHOLE, PARTS, SHORT = "convolution/16/32/64/4/3/1", "convolution-tf32/64/64/64/4/4/8", "rows/8/64/8"
+
+
+@pytest.mark.parametrize(
+    ("ours", "wanted"),
+    [
+        ({WHOLE: 4.1, SHORT: 4.0}, WHOLE),  # the first tried, though not the fastest
+        ({SHORT: 4.1, WHOLE: 4.0}, SHORT),
+        ({WHOLE: 4.2, SHORT: 4.0}, SHORT),  # clearly faster
+        ({PARTS: 4.0, WHOLE: 4.1}, WHOLE),  # two kernels, though first
+        ({PARTS: 4.0, WHOLE: 4.2}, PARTS),
+        ({PARTS: 4.1, SHORT: 4.5, WHOLE: 4.0}, WHOLE),
+    ],
+)
+def test_of_ours_that_are_about_equally_fast_the_simpler_wins(
+    ours: dict[str, float], wanted: str
+) -> None:
+    assert tuning.chosen_of({LIBRARY: 9.0, **ours}) == wanted
+    assert tuning.chosen_of({**ours, LIBRARY: 9.0}) == wanted
+    assert tuning.chosen_of(ours) == wanted
+
+
+def test_what_is_simpler_has_to_be_clearly_faster_than_the_library_itself() -> None:
+    assert tuning.chosen_of({LIBRARY: 4.15, WHOLE: 4.1, SHORT: 4.0}) == SHORT
+    assert tuning.chosen_of({LIBRARY: 4.1, WHOLE: 4.05, SHORT: 4.0}) == LIBRARY
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(
+    st.dictionaries(st.sampled_from([WHOLE, PARTS, SHORT, "depthwise/8/64/4"]), st.floats(3.8, 4.4)),
+    st.floats(3.8, 5.0),
+)
+def test_one_answer_follows_from_the_times_and_their_order(
+    ours: dict[str, float], library: float
+) -> None:
+    """What is chosen is the first of those that nothing simpler is about as fast as."""
+    times = {LIBRARY: library, **ours}
+    faster = [name for name in ours if ours[name] < CLEARLY * library]
+    least = min((ours[name] for name in faster), default=0.0)
+    equal = [name for name in faster if CLEARLY * ours[name] <= least]
+    whole = [name for name in equal if name != PARTS]
+    assert tuning.chosen_of(times) == next(iter(whole or equal), LIBRARY)
+
+
+@pytest.mark.parametrize(
+    "one", [site(300), site(8, kind="depthwise"), site(image=(1, 1024, 7, 7))], ids=str
+)
+def test_kernels_of_a_way_are_counted(one: Site) -> None:
+    counts = {config: count_kernels(config) for config in configs(one, "full", True)}
+    parts = {config for config in counts if Way.parse(config).family == "convolution"}
+    assert {c for c, n in counts.items() if n == 2} == {c for c in parts if not c.endswith("/1")}
+    assert set(counts.values()) <= {1, 2}
 
 
 # -------------------------------------------------------------------- on disk
@@ -104,7 +166,7 @@ def test_what_wins_is_never_slower_than_anything(times: dict[str, float]) -> Non
 def test_what_was_found_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "kernels.json"
     found = [tuned(site(8), "gathered-tf32/64/16/64/4/3/1", 2.5), tuned(site(9))]
-    tuning._add(path, "fast", found)
+    kept.add(path, "fast", found)
     assert tuning._read(path, "fast") == {one.site: one for one in found}
     assert os.listdir(path.parent) == ["kernels.json"]
 
@@ -112,23 +174,23 @@ def test_what_was_found_is_read_again(tmp_path: Path) -> None:
 def test_what_is_added_later_joins_what_is_there_and_replaces_its_own(tmp_path: Path) -> None:
     path = tmp_path / "kernels.json"
     first, second, again = tuned(site(8)), tuned(site(9)), tuned(site(8), "vector/8/4/4", 1.0)
-    tuning._add(path, "fast", [first])
-    tuning._add(path, "fast", [second])
+    kept.add(path, "fast", [first])
+    kept.add(path, "fast", [second])
     assert tuning._read(path, "fast") == {one.site: one for one in (first, second)}
-    tuning._add(path, "fast", [again])
+    kept.add(path, "fast", [again])
     assert tuning._read(path, "fast") == {one.site: one for one in (again, second)}
 
 
 def test_less_effort_may_use_what_more_found_and_not_the_other_way(tmp_path: Path) -> None:
     path = tmp_path / "kernels.json"
     fast, full = tuned(site(8)), tuned(site(9))
-    tuning._add(path, "fast", [fast])
+    kept.add(path, "fast", [fast])
     assert tuning._read(path, "full") == {}
-    tuning._add(path, "full", [full])
+    kept.add(path, "full", [full])
     assert tuning._read(path, "full") == {full.site: full}
     assert tuning._read(path, "fast") == {one.site: one for one in (fast, full)}
     better = tuned(site(8), "vector/8/4/4", 1.0)
-    tuning._add(path, "full", [better])
+    kept.add(path, "full", [better])
     assert tuning._read(path, "fast")[better.site] == better
 
 
@@ -144,6 +206,7 @@ BROKEN = {
     "a site that is a list": b'{"fast": {"1x1": []}}',
     "other fields": b'{"fast": {"1x1": {"site": "1x1", "colour": "red"}}}',
     "missing fields": b'{"fast": {"1x1": {"site": "1x1"}}}',
+    "too deep": b"[" * 100_000,
 }
 
 
@@ -153,9 +216,112 @@ def test_a_broken_file_says_nothing_and_is_written_anew(name: str, tmp_path: Pat
     path.write_bytes(BROKEN[name])
     assert tuning._read(path, "fast") == {}
     found = tuned(site())
-    tuning._add(path, "fast", [found])
-    if name not in ("a site that is a list", "other fields", "missing fields"):  # kept as they are
-        assert tuning._read(path, "fast") == {found.site: found}
+    kept.add(path, "fast", [found])
+    assert tuning._read(path, "fast") == {found.site: found}
+    assert list(json.loads(path.read_text())["fast"]) == [found.site]
+
+
+WRONG: dict[str, Mapping[str, Any]] = {
+    "nothing chosen": {"chosen": None},
+    "a list chosen": {"chosen": ["library"]},
+    "no kernel chosen": {"chosen": "fastest"},
+    "another family chosen": {"chosen": "winograd/8/4/4"},
+    "no times": {"times_us": None},
+    "a list of times": {"times_us": [1.0]},
+    "a time that is a text": {"times_us": {LIBRARY: "3.0"}},
+    "a time that is no number": {"times_us": {LIBRARY: float("nan")}},
+    "a time that is endless": {"times_us": {LIBRARY: float("inf")}},
+    "no time at all": {"times_us": {LIBRARY: 0.0}},
+    "a time of what is no kernel": {"times_us": {LIBRARY: 3.0, "fastest": 2.0}},
+    "no refusals": {"refused": None},
+    "a refusal without a reason": {"refused": {"vector/8/4/4": None}},
+    "another site": {"site": str(Site((1, 4, 5, 5), 9, Window((3, 3)), "float32"))},
+    "no site": {"site": "1×4 float32"},
+    "another kind": {"kind": "depthwise"},
+    "one field more": {"colour": "red"},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_have_been_found_is_not_known_and_is_found_anew(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "kernels.json"
+    good, bad = tuned(site(9), "vector/8/4/4", 2.0), dataclasses.asdict(tuned(site(8)))
+    kept.add(path, "fast", [good])
+    data = json.loads(path.read_text())
+    changed = {**bad, **WRONG[name]}
+    place = changed["site"] if name == "no site" else bad["site"]
+    data["fast"][place] = bad
+    path.write_text(json.dumps(data))
+    if name != "no site":
+        assert bad["site"] in tuning._read(path, "fast")
+    data["fast"][place] = changed
+    path.write_text(json.dumps(data))
+    assert tuning._read(path, "fast") == {good.site: good}
+    right = tuned(site(8), "vector/16/4/4", 1.5)
+    kept.add(path, "fast", [right])
+    assert tuning._read(path, "fast") == {one.site: one for one in (good, right)}
+
+
+ADDING = """
+import sys
+from pathlib import Path
+from torch_nimble.devices import kept
+from torch_nimble.kernels.sites import LIBRARY, Site, Tuned, Window
+print("ready", flush=True)
+sys.stdin.readline()
+for made in range(int(sys.argv[2]), int(sys.argv[3])):
+    site = Site((1, 4, 5, 5), made, Window((3, 3)), "float32")
+    kept.add(Path(sys.argv[1]), "fast", [Tuned(str(site), "dense", LIBRARY, {LIBRARY: 3.0}, {})])
+"""
+
+
+def test_what_processes_find_side_by_side_is_all_kept(tmp_path: Path) -> None:
+    pytest.importorskip("fcntl", reason="there are no locks here")
+    path = tmp_path / "kernels.json"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", ADDING, str(path)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with contextlib.ExitStack() as stack:
+        started = [
+            stack.enter_context(
+                subprocess.Popen([*command, str(first), str(first + 40)], env=environment, **pipes)
+            )
+            for first in (1, 41)
+        ]
+        for one in started:
+            assert one.stdout.readline() == "ready\n"
+        for one in started:
+            one.stdin.write("\n")
+            one.stdin.flush()
+        assert [one.wait(timeout=120) for one in started] == [0, 0]
+    assert set(tuning._read(path, "fast")) == {str(site(made)) for made in range(1, 81)}
+    assert os.listdir(tmp_path) == ["kernels.json"]
+
+
+def no_lock(*_: Any) -> None:
+    raise OSError("there are no locks on this file system")
+
+
+def taken(*_: Any) -> None:
+    raise BlockingIOError("somebody holds it and has been stopped")
+
+
+@pytest.mark.parametrize("how", ["no module", "no locks", "never free", "no folder to open"])
+def test_where_there_is_no_lock_it_is_kept_all_the_same(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept, "_PATIENCE_S", 0.02)
+    if how == "no module":
+        monkeypatch.setitem(sys.modules, "fcntl", None)
+    elif how == "no folder to open":
+        monkeypatch.setattr(kept, "os", mock.Mock(wraps=os, open=no_lock))
+    else:
+        fcntl = pytest.importorskip("fcntl", reason="there are no locks here")
+        monkeypatch.setattr(fcntl, "flock", no_lock if how == "no locks" else taken)
+    found = [tuned(site(8)), tuned(site(9))]
+    for one in found:
+        kept.add(tmp_path / "kernels.json", "fast", [one])
+    assert tuning._read(tmp_path / "kernels.json", "fast") == {one.site: one for one in found}
 
 
 def test_a_missing_file_says_nothing(tmp_path: Path) -> None:
@@ -166,11 +332,11 @@ def test_a_missing_file_says_nothing(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_no_harm(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     path = tmp_path / "file" / "kernels.json"
-    tuning._add(path, "fast", [tuned(site())])
+    kept.add(path, "fast", [tuned(site())])
     assert tuning._read(path, "fast") == {}
     taken = tmp_path / "kernels.json"
     taken.mkdir()
-    tuning._add(taken, "fast", [tuned(site())])
+    kept.add(taken, "fast", [tuned(site())])
     assert tuning._read(taken, "fast") == {}
 
 
@@ -207,6 +373,32 @@ def test_only_what_is_not_known_is_tried(tried: Tried) -> None:
     assert tuning.tune([c], CPU, "fast") == {str(c): second[str(c)]}
     assert tuning.tune([], CPU, "fast") == {}
     assert len(tried) == 2
+
+
+def test_how_far_it_is_is_told_while_ways_are_tried(tried: Tried) -> None:
+    told: list[str] = []
+    tuning.tune([site(8), site(9), site(8)], CPU, "fast", told=told.append)
+    assert told == [f"{count} of 2 kinds of layers tried" for count in range(3)]
+    told.clear()
+    tuning.tune([site(8), site(9)], CPU, "fast", told=told.append)
+    assert told == []
+
+
+def test_what_was_found_before_a_failure_was_told_and_is_kept(
+    tried: Tried, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(sites: Collection[Site], *_: Any) -> Iterator[Tuned]:
+        yield tuned(next(iter(sites)))
+        raise RuntimeError("the device is gone")
+
+    told: list[str] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(tuning, "_try_all", fails)
+        with pytest.raises(RuntimeError, match="device is gone"):
+            tuning.tune([site(8), site(9)], CPU, "fast", told=told.append)
+    assert told[-1] == "1 of 2 kinds of layers tried"
+    tuning.tune([site(8), site(9)], CPU, "fast")
+    assert tried == [("fast", [site(9)])]
 
 
 def test_a_site_that_is_there_several_times_is_tried_once(tried: Tried) -> None:
@@ -292,6 +484,43 @@ def test_what_was_found_under_other_flags_is_not_used(tried: Tried) -> None:
         for _ in range(2):
             tuning.tune([site()], CPU, "fast")
             assert len(tried) == count
+
+
+OTHERS: dict[str, tuple[Any, str, Any]] = {
+    "CUDA": (torch.version, "cuda", "12.0"),
+    "cuDNN": (torch.backends.cudnn, "version", lambda: 1),
+    "cuBLAS": (remembered, "_version_of", lambda package: f"1.0 of {package}"),
+    "Triton": (remembered, "_version_of", lambda package: "1.0" if package == "triton" else ""),
+    "driver": (remembered, "_DRIVER", mock.Mock(read_text=lambda **_: "driver 1.0\nbuilt today")),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_was_found_with_other_libraries_is_not_used(
+    name: str, tried: Tried, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels of ours are compared with theirs."""
+    found = tuning.tune([site()], CPU, "fast")
+    with monkeypatch.context() as patched:
+        patched.setattr(*OTHERS[name])
+        tuning.tune([site()], CPU, "fast")
+        tuning.tune([site()], CPU, "fast")
+    assert len(tried) == 2
+    assert tuning.tune([site()], CPU, "fast") == found
+
+
+def test_a_machine_that_tells_nothing_of_its_libraries_has_a_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def unfit() -> int:
+        raise RuntimeError("cuDNN version incompatibility")
+
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.backends.cudnn, "version", unfit)
+    monkeypatch.setattr(remembered, "_DRIVER", tmp_path / "none")
+    assert tuning._machine() == tuning._machine()
+    monkeypatch.setattr(remembered, "_DRIVER", tmp_path)  # a folder
+    assert len(tuning._machine()) == 16
 
 
 def test_a_failure_keeps_nothing(tried: Tried, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -450,20 +679,35 @@ def test_what_is_right_is_timed_and_the_rest_refused(
     is_faster: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = EXAMPLES[0]
-    first, wrong, last = configs(one, "full")[:3]
+    first, wrong, last, silent = configs(one, "full")[:4]
 
     def operator(x: Tensor, weight: Tensor, bias: Tensor, *rest: Any) -> Tensor:
         assert rest[-1] != last, "no room\nfor that"
+        if rest[-1] == silent:
+            raise AssertionError
         return convolve(x, weight, None if rest[-1] == wrong else bias, *rest)
 
     monkeypatch.setattr(examples, "convolve", operator)
     us = 5.5 if is_faster else 5.9
     clock: Any = _Clock(6.0, us)
-    found = tuning._try_one(examples.Example(one, CPU), (first, wrong, last), clock)
+    found = tuning._try_one(examples.Example(one, CPU), (first, wrong, last, silent), clock)
     assert (found.site, found.kind) == (str(one), "dense")
     assert found.chosen == (first if is_faster else LIBRARY)
     assert found.times_us == pytest.approx({LIBRARY: 6.0, first: us})
-    assert {name: said[:4] for name, said in found.refused.items()} == {wrong: "its ", last: "Asse"}
+    assert {name: said[:4] for name, said in found.refused.items()} == {
+        wrong: "its ",
+        last: "Asse",
+        silent: "Asse",
+    }
+
+
+def test_an_error_that_says_nothing_is_told_by_its_name() -> None:
+    assert first_line(RuntimeError()) == "RuntimeError"
+    assert first_line(RuntimeError("  \n")) == "RuntimeError"
+    assert first_line(RuntimeError("\nmore\nless")) == "more"
+    assert not_tried("ours", "").note == "not tried: no reason is known"
+    with pytest.raises(RefusedError, match="captured: RuntimeError"), refusing_failures():
+        raise RuntimeError
 
 
 # -------------------------------------------------------------------- plans and flags
@@ -525,11 +769,25 @@ def network() -> nn.Module:
 def test_layers_of_one_kind_are_tried_once_and_counted(device: CudaDevice, tried: Tried) -> None:
     captured, _, _ = captured_of(network(), torch.randn(1, 4, 5, 5))
     notes: list[Candidate] = []
-    ((found, count),) = device.choose_kernels(captured, Options(), notes)
+    told: list[str] = []
+    ((found, count),) = device.choose_kernels(captured, Options(), notes, told.append)
     assert count == 2
+    assert told == ["0 of 1 kinds of layers tried", "1 of 1 kinds of layers tried"]
     ((effort, (one,)),) = tried
     assert (effort, str(one)) == ("fast", found.site)
     assert notes == []
+
+
+def test_who_wants_to_know_hears_how_far_the_choice_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def choose(self: Any, captured: Any, options: Any, notes: Any, told: Callable[[str], None]) -> Any:
+        told("1 of 2 kinds of layers tried")
+        return ()
+
+    monkeypatch.setattr("torch_nimble.devices.cpu.CpuDevice.choose_kernels", choose)
+    stages: list[str] = []
+    nimble.compile(network(), args=(torch.randn(1, 4, 5, 5),), progress=stages.append).close()
+    place = stages.index("choose kernels")
+    assert stages[place + 1 : place + 3] == ["choose kernels: 1 of 2 kinds of layers tried", "lower"]
 
 
 @pytest.mark.parametrize(("made", "fits"), [(CACHE // 16, True), (CACHE // 16 + 4, False)])

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 import functools
-from collections.abc import Callable
+import types
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,6 +21,10 @@ from cpu.helpers import assert_close
 
 X = torch.tensor([1.0, 2.0])
 COUNTS = torch.arange(3)
+
+
+def times(x: Tensor, factor: float) -> Tensor:
+    return x * factor
 
 
 class Function(nn.Module):
@@ -54,6 +62,39 @@ class Settings:
     scale = 1.0
 
 
+@dataclass
+class Config:
+    """Settings among which there is code."""
+
+    scale: float = 2.0
+    act: Any = nn.GELU
+    also: tuple[Any, ...] = (torch.relu, times)
+
+
+class Slotted:
+    """The same without a dict."""
+
+    __slots__ = ("act", "scale")
+
+    def __init__(self) -> None:
+        self.scale, self.act = 2.0, F.gelu
+
+
+class Alike(enum.Enum):
+    """Members that look the same, and are equal."""
+
+    ONE, OTHER = 1.0, 2.0
+
+    def __repr__(self) -> str:
+        return "Alike"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Alike)
+
+    def __hash__(self) -> int:
+        return 0
+
+
 def changed(model: Function, name: str, value: Any) -> None:
     setattr(model, name, value)
 
@@ -85,6 +126,49 @@ CHANGES: dict[str, tuple[Callable[[], Function], Callable[[Any], object], Tensor
         lambda: Function(lambda m, x: x * m.settings.scale, settings=Settings()),
         lambda m: setattr(m.settings, "scale", 5.0),
         X,
+    ),
+    "a number beside a class": (
+        lambda: Function(lambda m, x: x * m.config.scale, config=Config()),
+        lambda m: setattr(m.config, "scale", 5.0),
+        X,
+    ),
+    "the class beside a number": (
+        lambda: Function(lambda m, x: m.config.act()(x), config=Config()),
+        lambda m: setattr(m.config, "act", nn.Tanh),
+        X,
+    ),
+    "a number beside a partial and a method": (
+        lambda: Function(
+            lambda m, x: x * m.config.scale,
+            config=Config(act=functools.partial(times, factor=2.0), also=(X.add,)),
+        ),
+        lambda m: setattr(m.config, "scale", 5.0),
+        X,
+    ),
+    "a number beside a function, in slots": (
+        lambda: Function(lambda m, x: x * m.config.scale, config=Slotted()),
+        lambda m: setattr(m.config, "scale", 5.0),
+        X,
+    ),
+    "a member of an enumeration that is equal": (
+        lambda: Function(lambda m, x: x * m.k.value, k=Alike.ONE),
+        lambda m: changed(m, "k", Alike.OTHER),
+        X,
+    ),
+    "a parameter that requires grad no longer": (
+        lambda: Function(lambda m, x: x * m.p * (2 if m.p.requires_grad else 3), p=parameter(3.0)),
+        lambda m: m.requires_grad_(False),
+        X,
+    ),
+    "another that does not": (
+        lambda: Function(lambda m, x: x * m.p * (2 if m.p.requires_grad else 3), p=parameter(3.0)),
+        lambda m: setattr(m, "p", nn.Parameter(m.p.detach(), requires_grad=False)),
+        X,
+    ),
+    "the dtype of an autocast inside": (
+        lambda: autocasting(),
+        lambda m: torch.set_autocast_dtype("cpu", torch.float16),
+        torch.rand(4, 2),
     ),
     "a float instead of an int": (
         lambda: Function(lambda m, x: x * m.k, k=2),
@@ -141,6 +225,21 @@ def hooked(module: Any) -> Any:
     return module
 
 
+def autocasting() -> Function:
+    def cast(model: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cpu"):
+            return model.linear(x)
+
+    return Function(cast, linear=nn.Linear(2, 2))
+
+
+@pytest.fixture
+def _autocast_dtype() -> Iterator[None]:
+    yield
+    torch.set_autocast_dtype("cpu", torch.bfloat16)
+
+
+@pytest.mark.usefixtures("_autocast_dtype")
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_noticed(name: str) -> None:
     make, change, x = CHANGES[name]
@@ -153,6 +252,15 @@ def test_a_change_is_noticed(name: str) -> None:
         assert found.dtype is expected.dtype
         assert not (torch.equal(expected, before) and expected.dtype is before.dtype)
         assert torch.equal(found, expected)
+
+
+def test_whether_parameters_require_grad_is_only_looked_at_where_it_matters() -> None:
+    model = nn.Linear(2, 2)
+    with nimble.compile(model, (X,)) as fast:
+        (before,) = fast._prepared.values()
+        model.requires_grad_(False)
+        fast(X)
+        assert list(fast._prepared.values()) == [before]
 
 
 def test_a_number_that_a_function_has_bound_may_become_another_zero() -> None:
@@ -248,6 +356,281 @@ class TestMasks:
         with torch.no_grad(), nimble.compile(model) as fast:
             assert_close(fast(x), model(x))
             assert not fast.explain().fallbacks
+
+    def test_a_batch_without_padding_does_not_hide_that_others_have_some(self, model: nn.Module) -> None:
+        x, none = torch.randn(3, 5, 8), torch.zeros(3, 5, dtype=torch.bool)
+        some = none.clone()
+        some[0, 3:] = True
+        with torch.no_grad(), nimble.compile(model) as fast:
+            with pytest.warns(nimble.NimbleWarning, match="set_fastpath_enabled"):
+                assert_close(fast(x, src_key_padding_mask=none), model(x, src_key_padding_mask=none))
+            assert_close(fast(x, src_key_padding_mask=some), model(x, src_key_padding_mask=some))
+
+    def test_the_fast_path_may_be_switched_later(self, model: nn.Module, mask: Tensor) -> None:
+        x = torch.randn(3, 5, 8)
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            with torch.no_grad(), nimble.compile(model) as fast:
+                fast(x, src_key_padding_mask=mask)
+                torch.backends.mha.set_fastpath_enabled(True)
+                with pytest.warns(nimble.NimbleWarning, match="set_fastpath_enabled"):
+                    found = fast(x, src_key_padding_mask=mask)
+                assert_close(found, model(x, src_key_padding_mask=mask))
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+
+
+# -------------------------------------------------------------------- layouts
+
+
+def written_if_contiguous(x: Tensor) -> Tensor:
+    h = x.contiguous()
+    h.relu_()
+    return h + x
+
+
+def written_if_it_can_be_seen_so(x: Tensor) -> Tensor:
+    torch.nn.functional.relu(x.reshape(-1), inplace=True)
+    return x * 1
+
+
+def written_in_any_case(x: Tensor) -> Tensor:
+    return x.mul_(2) + x.reshape(-1).sum()
+
+
+@pytest.mark.parametrize("function", [written_if_contiguous, written_if_it_can_be_seen_so])
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_is_written_by_layout_is_written_as_in_eager(function: Any, first: int) -> None:
+    layouts = [torch.arange(-3.0, 3).view(2, 3), torch.arange(-3.0, 3).view(3, 2).t()]
+
+    def calls(call: Any, given: Tensor) -> tuple[Tensor, Tensor]:
+        mine = given.clone()
+        return call(mine), mine
+
+    with nimble.compile(function, (layouts[first].clone(),)) as fast:
+        for expected_eagerly, given in ((0, layouts[first]), (1, layouts[1 - first])):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", nimble.NimbleWarning)
+                for found, expected in zip(calls(fast, given), calls(function, given), strict=True):
+                    assert torch.equal(found, expected)
+            assert len(fast.explain().fallbacks) == expected_eagerly
+
+
+def test_what_is_written_in_any_layout_has_one_plan() -> None:
+    with nimble.compile(written_in_any_case, (torch.randn(2, 3),)) as fast:
+        x = torch.randn(3, 2).t()
+        other = x.clone()
+        assert_close(fast(x), written_in_any_case(other))
+        assert_close(x, other)
+        assert not fast.explain().fallbacks
+
+
+# -------------------------------------------------------------------- conjugated inputs
+
+
+def doubles_one(one: Tensor, other: Tensor) -> Tensor:
+    one.mul_(2)
+    return other * 1
+
+
+def test_lazily_conjugated_inputs_of_one_memory_run_eagerly() -> None:
+    def calls(call: Any) -> tuple[Tensor, Tensor]:
+        z = torch.tensor([1 + 1j, 2 - 3j])
+        return call(z, z.conj()), z
+
+    apart = torch.randn(2, dtype=torch.complex64), torch.randn(2, dtype=torch.complex64)
+    with nimble.compile(doubles_one, apart) as fast:
+        with pytest.warns(nimble.NimbleWarning, match="resolve_conj"):
+            found = calls(fast)
+        for mine, expected in zip(found, calls(doubles_one), strict=True):
+            assert torch.equal(mine, expected)
+
+
+def test_nan_in_a_conjugated_input_is_not_written() -> None:
+    z = torch.tensor([complex(float("nan"), 1)]).expand(3).conj()
+    with nimble.compile(lambda t: t * 2, (z,)) as fast:
+        torch.testing.assert_close(fast(z), z * 2, equal_nan=True)
+
+
+# -------------------------------------------------------------------- dtypes that are the default
+
+
+class Makes(nn.Module):
+    """Makes a tensor of the default dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.long() + torch.ones(4) * self.w.long()
+
+
+def test_weights_are_taken_in_under_the_default_dtype_of_the_plan() -> None:
+    model, x = Makes(), torch.arange(4.0)
+    with nimble.compile(model, (x,)) as fast:
+        with torch.no_grad():
+            model.w.add_(1)
+        torch.set_default_dtype(torch.float64)
+        try:
+            fast.update_weights()
+            assert fast(x).dtype is torch.float64
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert fast(x).dtype is torch.float32
+        assert_close(fast(x), model(x))
+        assert not fast.explain().fallbacks
+
+
+# -------------------------------------------------------------------- imported modules
+
+settings: Any = types.ModuleType("settings")
+settings.inner = types.ModuleType("settings.inner")
+
+
+@pytest.fixture
+def imported() -> Any:
+    """A module with settings, and one inside it, as `import settings.inner` would bind them."""
+    settings.scale, settings.inner.scale = 2.0, 2.0
+    settings.table, settings.act, settings.net = {"k": 2.0}, torch.relu, nn.Linear(2, 2)
+    return settings
+
+
+def of_a_closure() -> Callable[[Tensor], Tensor]:
+    mine = settings
+    return lambda x: x * sum(mine.scale for _ in x)
+
+
+@pytest.mark.parametrize(
+    ("function", "change"),
+    [
+        (lambda x: x * settings.scale, lambda m: setattr(m, "scale", 5.0)),
+        (of_a_closure(), lambda m: setattr(m, "scale", 5.0)),
+        (lambda x: x * settings.inner.scale, lambda m: setattr(m.inner, "scale", 5.0)),
+        (
+            lambda x: x * settings.inner.scale,
+            lambda m: setattr(m, "inner", types.SimpleNamespace(scale=5.0)),
+        ),
+        (lambda x: x * settings.table["k"], lambda m: m.table.update(k=5.0)),
+        (lambda x: settings.act(x), lambda m: setattr(m, "act", torch.tanh)),
+        (lambda x: settings.net(x), lambda m: nn.init.zeros_(m.net.weight)),
+        (lambda x: settings.net(x), lambda m: setattr(m, "net", nn.Linear(2, 2))),
+        (lambda x: x * getattr(settings, "gone", settings.scale), lambda m: delattr(m, "scale")),
+    ],
+    ids=["global", "closure", "inner", "module", "dict", "function", "weight", "network", "gone"],
+)
+def test_what_a_function_reads_of_an_imported_module_is_followed(
+    function: Callable[[Tensor], Tensor], change: Callable[[Any], object], imported: Any
+) -> None:
+    kept = imported.inner
+    with nimble.compile(function, (X,)) as fast, torch.no_grad():
+        before = fast(X)
+        assert torch.equal(before, function(X))
+        change(imported)
+        try:
+            expected = function(X)
+        except AttributeError:
+            with pytest.raises((AttributeError, nimble.CaptureError, nimble.InputError)):
+                fast(X)
+        else:
+            assert not torch.equal(expected, before)
+            assert torch.equal(fast(X), expected)
+    imported.inner = kept
+
+
+def test_a_plan_lasts_while_an_imported_module_stays_as_it_is(imported: Any) -> None:
+    with nimble.compile(lambda x: settings.net(x) * settings.scale, (X,)) as fast:
+        plan = fast.plan
+        fast(X)
+        assert fast.plan is plan
+
+
+def test_a_number_that_is_counted_in_an_imported_module_is_refused_and_put_back(imported: Any) -> None:
+    def counts(x: Tensor) -> Tensor:
+        settings.scale += 1.0
+        return x * settings.scale
+
+    with pytest.raises(nimble.CaptureError, match=r"'settings\.scale' from"):
+        nimble.compile(counts, (X,))
+    assert imported.scale == 2.0
+
+
+# -------------------------------------------------------------------- inputs
+
+
+@pytest.mark.parametrize(
+    "keys", [(1, True, 1.0), (0.0, -0.0), ((1, 2), (1, 2.0), (True, 2)), (Alike.ONE, Alike.OTHER)]
+)
+def test_keys_that_are_equal_are_told_apart(keys: tuple[Any, ...]) -> None:
+    def scaled(given: dict[Any, Tensor]) -> Tensor:
+        ((key, x),) = given.items()
+        shown = key.name if isinstance(key, Alike) else repr(key)
+        return x * sum(map(ord, shown))
+
+    with nimble.compile(scaled) as fast:
+        for key in keys:
+            assert torch.equal(fast({key: X}), scaled({key: X}))
+
+
+def test_members_of_an_enumeration_are_told_apart_by_which_they_are() -> None:
+    with nimble.compile(lambda x, member: x * member.value) as fast:
+        assert torch.equal(fast(X, Alike.ONE), X)
+        assert torch.equal(fast(X, Alike.OTHER), X * 2)
+
+
+@pytest.mark.parametrize("longest", [None, 1, 3])
+def test_a_deque_keeps_its_longest_length(longest: int | None) -> None:
+    def added(given: deque[Tensor]) -> Tensor:
+        mine = given.copy()
+        mine.append(given[0] * 3)
+        return mine[0] + (given.maxlen or 0)
+
+    with nimble.compile(added) as fast:
+        for length in (longest, 2):
+            given = deque([X], length)
+            assert torch.equal(fast(given), added(given))
+
+
+def test_a_deque_that_is_returned_keeps_its_longest_length() -> None:
+    with nimble.compile(lambda x: deque([x * 2], 5), (X,)) as fast:
+        assert fast(X).maxlen == 5
+
+
+@dataclass
+class Batch:
+    x: Tensor
+
+    @functools.cached_property
+    def twice(self) -> Tensor:
+        return self.x * 2
+
+
+def test_what_a_property_of_an_input_keeps_is_made_anew() -> None:
+    given = Batch(X)
+    assert torch.equal(given.twice, X * 2)
+    with nimble.compile(lambda batch: batch.x + 1) as fast:
+        assert torch.equal(fast(given), X + 1)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: List([X]), lambda: Dict(a=X), lambda: Batch(X)], ids=["list", "dict", "dataclass"]
+)
+def test_an_input_with_more_than_its_elements_is_refused(make: Callable[[], Any]) -> None:
+    given = make()
+    given.factor = 3.0
+    fast = nimble.compile(lambda given: getattr(given, "factor", 1.0) * X)
+    with pytest.raises(nimble.InputError, match="'factor' beside its elements"):
+        fast(given)
+    assert torch.equal(fast(make()), X)
+
+
+def test_an_input_that_gets_more_than_its_elements_in_a_call_is_refused() -> None:
+    def kept(batch: Batch) -> Tensor:
+        batch.sum = batch.x.sum()  # type: ignore[attr-defined]
+        return batch.x * 2
+
+    with pytest.raises(nimble.CaptureError, match="that it is given"):
+        nimble.compile(kept, (Batch(X),))
 
 
 # -------------------------------------------------------------------- results

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import pytest
-import torch
+import os
 
-from cpu.kernel_cases import Case, cases, check_kernels
+from cpu.kernel_cases import Precision, checking
 
 # The last is for products of numbers rounded to TF32.
-ALLOWED = [
-    (torch.float32, False, 1e-5),
-    (torch.float16, False, 2e-3),
-    (torch.bfloat16, False, 1.5e-2),
-    (torch.float32, True, 1e-3),
+PRECISIONS = [
+    Precision("float32", False, 1e-5),
+    Precision("float16", False, 2e-3),
+    Precision("bfloat16", False, 1.5e-2),
+    Precision("float32", True, 1e-3),
 ]
+MOST = 16
 
 
-@pytest.mark.parametrize(("dtype", "tf32", "allowed"), ALLOWED)
-@pytest.mark.parametrize("case", cases(every=5), ids=str)
-def test_kernels_are_right(case: Case, dtype: torch.dtype, tf32: bool, allowed: float) -> None:
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False  # of the reference
+def test_kernels_are_right() -> None:
+    """All cases there are, by several processes: nearly all of the time goes into compiling."""
+    count = min(MOST, os.cpu_count() or 1)
+    running = [checking("cuda", PRECISIONS, start, count, every=3) for start in range(count)]
     try:
-        check_kernels(case, dtype, "cuda", allowed, every=3, tf32=tf32)
+        said = [one.communicate()[1] for one in running]
     finally:
-        torch.backends.cudnn.allow_tf32 = before
+        for one in running:
+            one.kill()
+    assert [one.returncode for one in running] == [0] * count, "\n".join(said)

@@ -113,6 +113,50 @@ def test_a_matrix_that_is_added_is_no_factor(m: int, k: int, n: int) -> None:
         )
 
 
+FORMS = ["poi", "red", "per"]
+WORDS = [
+    "convolve",
+    "convolution",
+    "mul",
+    "sigmoid",
+    "cat",
+    "addmm",
+    "mm",
+    "mean",
+    "attention",
+    "max_pool2d",
+]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@given(st.sampled_from(FORMS), st.lists(st.sampled_from(WORDS), min_size=1, max_size=4))
+def test_kernels_that_only_surround_layers_compute_no_products(
+    dtype: str, form: str, words: list[str]
+) -> None:
+    """They may be named after the layers, and what they read may look like an image and a weight."""
+    itemsize = {"float16": 2, "float32": 4}[dtype]
+    shapes = {"gate": (1, 32, 1, 1), "image": (1, 32, 112, 112), "out": (1, 32, 112, 112)}
+    count = 32 * 112 * 112 * itemsize
+    buffers = [
+        Buffer("gate", "input", 32 * itemsize, dtype, shapes["gate"]),
+        *(Buffer(name, "temporary", count, dtype, shapes[name]) for name in ("image", "out")),
+    ]
+    for reads in ("gate image", "image gate"):
+        task = touching("k", f"triton_{form}_fused_{'_'.join(words)}_3", reads, "out")
+        work = work_of(task, {buffer.name: buffer for buffer in buffers})
+        assert work.operations == 0.0
+        assert work.family in ("elementwise", "reduction")
+        (floor,) = floors_us(TaskGraph.from_conflicts([task], buffers), PEAKS[H200])
+        assert floor <= 1e6 * 32 * itemsize / PEAKS[H200].bytes_a_second
+
+
+def test_our_operator_does_what_its_weight_says() -> None:
+    shapes = {"image": (1, 16, 20, 20), "weight": (16 * 9, 24), "out": (1, 24, 20, 20)}
+    buffers = {name: Buffer(name, "temporary", 1, "float16", shape) for name, shape in shapes.items()}
+    work = work_of(touching("k", "torch_nimble.convolve.default", "image weight", "out"), buffers)
+    assert (work.family, work.operations) == ("layer", 2 * 24 * 400 * 16 * 9)
+
+
 @given(graphs(costs=True), st.randoms(use_true_random=False))
 def test_kinds_sum_up_to_all_tasks(graph: TaskGraph, chance: random.Random) -> None:
     tasks = tuple(replace(task, kind=chance.choice(NAMES)) for task in graph.tasks)

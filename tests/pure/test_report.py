@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import html
 import json
+import re
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -395,8 +397,72 @@ def test_an_explanation_says_how_many_layers_have_kernels_of_our_own() -> None:
     assert line in html.unescape(told._repr_html_())
     for silent in (explanation(), explanation(signatures=(account(kernels=()),))):
         assert "kernels of our own" not in str(silent)
-    for left in (str(told), told._repr_html_()):
-        assert "<a>" not in left.replace("\n", "")
+    assert "<a>" not in told._repr_html_().replace("\n", "")
+
+
+MERGING = (
+    KernelAccount("1×7 to 3+4", 2, "merged", {"apart": 6.0, "merged": 4.0}, {}),
+    KernelAccount("1×7 to 5+6", 1, "apart", {"apart": 3.0, "merged": 4.0}, {}),
+    KernelAccount("1×6", 1, "rows/8/8/8", {"rows/8/8/8": 4.0}, {"library": "too large"}),
+)
+SHOWN = [
+    ["1×10", "2", "2", "linear/1", "60.0 µs", "100.0 µs", "1.67×"],
+    ["1×8 <a>", "3", "1", "vector/8/8/4", "3.0 µs", "5.0 µs", "1.67×"],
+    ["1×7 to 3+4", "2", "2", "merged", "4.0 µs", "6.0 µs apart", "1.50×"],
+    ["1×9", "4", "2", "library", "2.0 µs", "2.0 µs", "–"],
+    ["1×6", "1", "1", "rows/8/8/8", "4.0 µs", "–", "–"],
+    ["1×7 to 5+6", "1", "2", "apart", "3.0 µs", "4.0 µs merged", "–"],
+]
+"""What saves most in all its layers first, then what takes longest."""
+
+
+def test_an_explanation_shows_what_was_tried_for_layers_and_what_won_by_how_much() -> None:
+    told = explanation(signatures=(account(kernels=(*MERGING, *KERNELS)),))
+    lines = str(told).splitlines()
+    header = next(i for i, line in enumerate(lines) if line.startswith("layers  "))
+    assert lines[header].split("  ")[0] == "layers"
+    assert lines[header].split()[1:] == ["count", "ways", "tried", "chosen", "time", "library", "gain"]
+    found = [line.split() for line in lines[header + 1 : header + 1 + len(SHOWN)]]
+    assert found == [" ".join(row).split() for row in SHOWN]
+    assert "more kind" not in str(told)
+    page = html.unescape(told._repr_html_())
+    for row in SHOWN:
+        cells = "".join(f".*?>{re.escape(cell)}</td>" for cell in row)
+        assert re.search(f"<tr><td{cells}</tr>", page)
+
+
+@pytest.mark.parametrize(("count", "said"), [(10, ""), (11, "1 more kind of"), (30, "20 more kinds of")])
+def test_what_text_leaves_out_is_said_and_where_it_is(count: int, said: str) -> None:
+    kernels = tuple(
+        KernelAccount(f"1×{i}", 1, "rows/8/8/8", {"library": 9.0 + i, "rows/8/8/8": 4.0}, {})
+        for i in range(count)
+    )
+    told = explanation(signatures=(account(kernels=kernels),))
+    shown = [line.split()[0] for line in str(told).splitlines() if line.startswith("1×")]
+    assert shown == [f"1×{i}" for i in range(count - 1, max(-1, count - 11), -1)]
+    assert (f"… and {said} layers; to_dict() has all of them" in str(told)) == bool(said)
+    assert told._repr_html_().count(">rows/8/8/8</td>") == count
+    assert len(told.to_dict()["signatures"][0]["kernels"]) == count
+
+
+def test_the_page_shows_what_was_tried_for_layers() -> None:
+    told = account(kernels=(*MERGING, *KERNELS))
+    page = page_of(replace(made_report(), account=told))
+    (section,) = re.findall(r'<section id="kernels">.*?</section>', page, re.DOTALL)
+    rows = re.findall(r"<tr>(.*?)</tr>", section, re.DOTALL)
+    header, *found = [
+        [html.unescape(re.sub("<.*?>", "", cell)) for cell in re.findall(r"<t[hd].*?</t[hd]>", row)]
+        for row in rows
+    ]
+    assert header == [
+        *("layers", "count", "ways tried", "refused", "chosen"),
+        *("time, µs", "library, µs", "gain", "all save, µs"),
+    ]
+    assert found[0] == ["1×10", "2", "2", "–", "linear/1", "60.00", "100.00", "1.67×", "80.0"]
+    assert found[3] == ["1×9", "4", "2", "1", "library", "2.00", "2.00", "–", "–"]
+    assert [row[0] for row in found] == [row[0] for row in SHOWN]
+    assert "<a>" not in section
+    assert 'id="kernels"' not in page_of(made_report())
 
 
 def test_an_explanation_without_a_winner_of_our_own_says_so() -> None:

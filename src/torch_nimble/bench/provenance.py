@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import subprocess
@@ -17,6 +16,7 @@ import torch
 
 import torch_nimble
 from torch_nimble.bench.record import Json
+from torch_nimble.targets import module_file
 
 DIRTY = "-dirty"
 """Ends the name of code that no commit stands for."""
@@ -32,10 +32,8 @@ def source_of(target: str) -> str | None:
     """A mark of the file that a target of one's own is in: other code is another thing to measure."""
     if ":" not in target:
         return None
-    with suppress(ImportError, ValueError, OSError):
-        spec = importlib.util.find_spec(target.partition(":")[0])
-        if spec is not None and spec.origin:
-            return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()[:12]
+    with suppress(OSError):  # a module of no file
+        return hashlib.sha256(Path(module_file(target) or "").read_bytes()).hexdigest()[:12]
     return None
 
 

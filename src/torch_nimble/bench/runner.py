@@ -45,7 +45,7 @@ from torch_nimble.bench.systems import BY_NAME
 from torch_nimble.bench.training import STEPS
 from torch_nimble.bench.turns import Turns
 from torch_nimble.errors import OptionError
-from torch_nimble.targets import make_inputs
+from torch_nimble.targets import make_inputs, module_file
 
 log = logging.getLogger("torch_nimble")
 
@@ -260,6 +260,8 @@ def _check(wanted: Wanted) -> None:
             raise OptionError(
                 f"{case.target} needs example inputs; give them with --input 1x3x224x224 …"
             )
+        else:
+            module_file(case.target)
         if case.inputs and (case.batch != 1 or wanted.signatures != 1):
             raise OptionError("--input says the batch itself: leave --batch and --signatures out")
     if wanted.device == "cuda" and device_here() != "cuda":

@@ -1,6 +1,8 @@
 """From a model and example inputs to a functional ATen graph with static shapes."""
 
 from torch_nimble.capture.callee import Callee
+from torch_nimble.capture.fastpaths import has_fast_paths
+from torch_nimble.capture.generators import TorchGenerators, generators_kept
 from torch_nimble.capture.inference import (
     MODEL_LOCK,
     Adapter,
@@ -10,15 +12,12 @@ from torch_nimble.capture.inference import (
     StandIn,
     Traceable,
     capture,
-    has_fast_paths,
 )
 from torch_nimble.capture.isolation import (
     Assigned,
     ParametersUnwritten,
-    TorchGenerators,
     attributes_kept,
     examples,
-    generators_kept,
     values_kept,
 )
 

@@ -63,6 +63,24 @@ def drop_nothing(graph: fx.Graph) -> None:
                 graph.erase_node(node)
 
 
+def refuse_hidden_statistics(callee: Callee, graph: fx.Graph) -> None:
+    """CaptureError for operators that write running statistics, which nothing makes plain writes."""
+    for node in graph.nodes:
+        if node.target is _aten.instance_norm.default:
+            writes = node.args[5] and node.args[3] is not None
+        elif node.target is _aten.batch_norm_update_stats.default:
+            writes = any(given is not None for given in node.args[1:3])
+        else:
+            continue
+        if writes:
+            line = origin(node) or callee.location
+            raise CaptureError(
+                f"cannot capture {callee.name}: at {line}: {node.target} writes running statistics "
+                "without saying so. Call eval() on the norms, or give them none "
+                "(track_running_stats=False)"
+            )
+
+
 def refuse_hidden_views(callee: Callee, graph: fx.Graph) -> None:
     """CaptureError if something is written, and read by another name that may be a view of it.
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_nimble.capture.imported import attributes_of_modules
 from torch_nimble.contents import COUNTED, Contents, same_value
 from torch_nimble.errors import InputError, OptionError
 
@@ -54,6 +55,8 @@ class Callee:
         self.modules = _modules_among(self.reached)
         self.watched: Iterable[nn.Module] = tuple(self.modules.values())
         """Modules whose attributes calls may read."""
+        self.asked: dict[int, nn.Parameter] = {}
+        """Parameters of which calls have asked whether they require grad, by their ids."""
         self.name: str = (
             type(target).__name__
             if isinstance(target, nn.Module)
@@ -231,6 +234,11 @@ def _used_by(function: types.FunctionType, seen: frozenset[int]) -> Iterator[tup
     for name in _names_in(function.__code__):
         if name in function.__globals__:
             yield from _held_by(name, function.__globals__[name], seen)
+    for name, table, key in attributes_of_modules(function):
+        if callable(table[key]) and not isinstance(table[key], nn.Module):
+            yield name, table[key]  # whole libraries are read so: their functions are not followed
+        else:
+            yield from _held_by(name, table[key], seen)
 
 
 def _attributes_used(owner: Any, function: Any) -> Iterator[tuple[str, Any]]:
@@ -300,6 +308,7 @@ def _places_of(target: Any, seen: set[int]) -> Iterator[Place]:
         yield name, target.__globals__, name
         if inspect.isfunction(value):
             yield from _places_of(value, seen)
+    yield from attributes_of_modules(target)
 
 
 class Numbers:

@@ -13,6 +13,7 @@ from torch import fx
 
 from torch_nimble.capture.callee import Callee
 from torch_nimble.capture.isolation import UnseenError, WrittenError
+from torch_nimble.capture.ways import NumberError
 from torch_nimble.errors import CaptureError
 
 _OWN = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/")
@@ -35,6 +36,11 @@ _UNSEEN = (
     "is replaced. Let the loss function find it by a name of its own: a variable, an attribute of its "
     "object, a list or a dict; or pass it with the batch, or give it to the model with register_buffer"
 )
+_NUMBER = (
+    "it makes a Python number, or a copy, of a tensor that is neither in the model nor in the batch, "
+    "and a plan would not see it change. Compute with the tensor itself (`w * loss` for "
+    "`w.item() * loss`), or keep a Python number in a variable: another number there makes another plan"
+)
 _FOREIGN = (
     "it writes a tensor that is neither in the model nor in the batch. Return the value and keep it "
     "outside, or give the tensor to the model with register_buffer; batch norm of another network in "
@@ -47,6 +53,8 @@ def explain_failure(callee: Callee, reason: BaseException) -> CaptureError:
     line = _user_line(reason) or callee.location
     if "DataDependent" in type(reason).__name__ or "data-dependent" in str(reason):
         return CaptureError(f"cannot capture {callee.name}: at {line}: {_BRANCH}")
+    if isinstance(reason, NumberError):
+        return CaptureError(f"cannot capture {callee.name}: at {line}: {_NUMBER}")
     if isinstance(reason, UnseenError):
         return CaptureError(f"cannot capture {callee.name}: at {line}: {_UNSEEN}")
     if isinstance(reason, WrittenError) or "mutating a non-functional tensor" in str(reason):

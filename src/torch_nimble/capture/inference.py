@@ -14,7 +14,7 @@ import operator
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from torch_nimble.capture.aliases import (
     drop_nothing,
+    refuse_hidden_statistics,
     refuse_hidden_views,
     writes_only_its_own,
     writes_parts,
@@ -31,16 +32,18 @@ from torch_nimble.capture.aliases import (
 from torch_nimble.capture.callee import Callee
 from torch_nimble.capture.depthwise import DepthwiseByTorch
 from torch_nimble.capture.failure import explain_failure, refuse_dynamic
+from torch_nimble.capture.fastpaths import PaddingSkipped, has_fast_paths
+from torch_nimble.capture.generators import refusing_frozen_draws
 from torch_nimble.capture.isolation import (
     Assigned,
     Assignments,
     ParametersKnown,
     attributes_kept,
     refusing_counting,
-    refusing_frozen_draws,
     replaced,
 )
-from torch_nimble.errors import CaptureError
+from torch_nimble.capture.layouts import WritesByLayout
+from torch_nimble.errors import CaptureError, InputError
 from torch_nimble.tree import Node, Structure, flatten_inputs, flatten_output, unflatten_inputs
 
 # torch.export keeps flags of its own in globals and puts fake tensors into the model while it traces:
@@ -141,6 +144,7 @@ def capture(adapter: Adapter, tensors: Sequence[torch.Tensor], *, functional: bo
             program = torch.export.export(adapter, tuple(tensors), strict=False)
             drop_nothing(program.graph)
             graph = program.graph
+            refuse_hidden_statistics(callee, graph)
             if functional or writes_parts(graph) or not writes_only_its_own(graph):
                 refuse_hidden_views(callee, program.graph)
                 program = program.run_decompositions({})
@@ -170,6 +174,14 @@ class Traceable(Protocol):
     """Whether a call is a training step."""
 
     @property
+    def writes_by_layout(self) -> bool:
+        """Whether what eager writes to an input depends on how that lies in memory."""
+
+    @property
+    def skips_padding(self) -> bool:
+        """Whether eager leaves out what a mask hides, as no trace does."""
+
+    @property
     def assigned(self) -> Assigned:
         """What calls have left in Python's objects."""
 
@@ -183,6 +195,9 @@ class Traceable(Protocol):
 
         With `stand_in`, it runs on what that makes of each parameter, given its target.
         """
+
+    def held(self) -> dict[str, torch.Tensor]:
+        """The state that `eager` tells of, as it is now, by target."""
 
     def together(self, target: str) -> tuple[str, float | None]:
         """The name under which state is compared with eager's: what has one name is one vector.
@@ -212,6 +227,10 @@ class Adapter(nn.Module):
         """What torch.export makes of a call; see `capture`."""
         return capture(self, tensors, functional=functional)
 
+    def held(self) -> dict[str, torch.Tensor]:
+        """All buffers."""
+        return dict(self.named_buffers())
+
     def together(self, target: str) -> tuple[str, float | None]:
         """Every buffer on its own."""
         return target, None
@@ -225,6 +244,16 @@ class Adapter(nn.Module):
     def assigned(self) -> Assigned:
         """What calls have left in Python's objects, other than buffers."""
         return self._seen.assigned
+
+    @property
+    def writes_by_layout(self) -> bool:
+        """Whether an eager call has been seen that writes to an input, or not, by its layout."""
+        return self._seen.writes_by_layout
+
+    @property
+    def skips_padding(self) -> bool:
+        """Whether an eager call has been seen that leaves out padding."""
+        return self._seen.skips_padding
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Call the callee with these tensors in their places."""
@@ -242,11 +271,14 @@ class Adapter(nn.Module):
     def _refuse_changed_containers(
         self, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]
     ) -> None:
-        now, structure = flatten_inputs(args, kwargs)
+        try:
+            now, structure = flatten_inputs(args, kwargs)
+        except InputError:  # something has become an input that no call may have
+            structure = None
         if structure != self._structure or not all(map(operator.is_, now, tensors)):
             raise CaptureError(
-                f"{self.callee.name} ({self.callee.location}) changes a list or dict that it is given; "
-                "a plan cannot do that to the caller's own. Return the new values instead"
+                f"{self.callee.name} ({self.callee.location}) changes a list or dict that it is given, "
+                "or an object; a plan cannot do that to the caller's own. Return the new values instead"
             )
 
     def eager(
@@ -259,28 +291,23 @@ class Adapter(nn.Module):
         copies = {name: buffer.clone() for name, buffer in self.named_buffers()}
         if stand_in is not None:
             copies |= {name: stand_in(name, p.detach()) for name, p in self.named_parameters()}
-        with torch.no_grad(), self._looking(), replaced(self, copies):
+        with torch.no_grad(), self._looking(tensors), replaced(self, copies):
             result: tuple[torch.Tensor, ...] = self(*tensors)
         self._seen.was_looked_at = True
         return result, {name: copies[name] for name, _ in self.named_buffers()}
 
     @contextlib.contextmanager
-    def _looking(self) -> Iterator[None]:
+    def _looking(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         """Look at what a call does; but only once at a model that gives other results meanwhile."""
         if self._seen.was_looked_at and has_fast_paths([self]):
-            yield
+            with PaddingSkipped() as padding:
+                yield
+            self._seen.skips_padding |= padding.found
         else:
             with ParametersKnown(self.callee, self.parameters()), DepthwiseByTorch():
-                yield
-
-
-def has_fast_paths(roots: Iterable[nn.Module]) -> bool:
-    """Whether there are layers of torch's that give other results where nobody looks.
-
-    They take kernels there that leave zeros behind the end of a mask, which no trace shows.
-    """
-    kinds = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
-    return any(isinstance(module, kinds) for root in roots for module in root.modules())
+                with WritesByLayout(tensors) as writes:
+                    yield
+                self._seen.writes_by_layout |= writes.found
 
 
 class _Seen:
@@ -289,6 +316,8 @@ class _Seen:
     structure: Structure
     assigned = Assigned()
     was_looked_at = False
+    writes_by_layout = False
+    skips_padding = False
 
 
 def _normalised(adapter: Adapter, program: torch.export.ExportedProgram) -> Captured:

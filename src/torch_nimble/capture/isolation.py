@@ -1,13 +1,12 @@
 """What running a model may touch beside its tensors, kept as it was or refused.
 
-Tracing runs the model's Python code once. Draws from Python's and numpy's generators, and numbers
-that the code counts up on its modules, would happen at that moment and be frozen for ever.
+Tracing runs the model's Python code once. Numbers that the code counts up on its modules would change
+at that moment and be frozen for ever.
 """
 
 from __future__ import annotations
 
 import contextlib
-import random
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +14,6 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -24,26 +22,15 @@ from torch_nimble.capture.callee import Callee
 from torch_nimble.contents import COUNTED, Contents, described
 from torch_nimble.errors import CaptureError
 
-_IN_PLACE = re.compile(
+IN_PLACE = re.compile(
     r"(?!requires_grad_)_?[a-z]\w*[^_]_|__setitem__"
     r"|__i(add|sub|mul|matmul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__"
 )
 """Names of functions that write their first argument."""
+_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__get__
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _CALLS_FORWARD = nn.Module._call_impl.__code__
 _SMALL = 1 << 20
-
-
-@contextlib.contextmanager
-def generators_kept() -> Iterator[None]:
-    """The random generators of torch, Python and numpy afterwards as they were before."""
-    torch_states = TorchGenerators()
-    states = random.getstate(), numpy.random.get_state()
-    try:
-        yield
-    finally:
-        torch_states.restore()
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])
 
 
 @contextlib.contextmanager
@@ -101,39 +88,6 @@ def values_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
             for tensor, old in before:
                 if not torch.equal(tensor, old):
                     tensor.copy_(old)
-
-
-class TorchGenerators:
-    """The states of torch's default generators, of the CPU and of every GPU in use."""
-
-    def __init__(self) -> None:
-        self._cpu = torch.get_rng_state()
-        in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        self._cuda = torch.cuda.get_rng_state_all() if in_use else []
-
-    def restore(self) -> None:
-        """Put all generators back to where they were."""
-        torch.set_rng_state(self._cpu)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
-
-
-@contextlib.contextmanager
-def refusing_frozen_draws(callee: Callee) -> Iterator[None]:
-    """CaptureError if the code inside draws from Python's or numpy's generator."""
-    with generators_kept():
-        python, array = random.getstate(), str(numpy.random.get_state())
-        yield
-        for name, drawn in (
-            ("random", random.getstate() != python),
-            ("numpy.random", str(numpy.random.get_state()) != array),
-        ):
-            if drawn:
-                raise CaptureError(
-                    f"{callee.name} ({callee.location}) draws from Python's module {name!r} in its "
-                    "forward; the draw would be frozen into the plan. Use torch's random functions, "
-                    "or eval() if it is only drawn in training"
-                )
 
 
 @contextlib.contextmanager
@@ -244,6 +198,7 @@ class ParametersKnown(TorchFunctionMode):
 
     A graph holds only a copy or an alias of such a parameter, and its changes would go unseen.
     torch.export does not say that a tensor it met was a parameter, so a call of the model is watched.
+    The callee is told of parameters that are asked whether they require grad, which is frozen, too.
     """
 
     def __init__(self, callee: Callee, parameters: Iterable[nn.Parameter]) -> None:
@@ -266,6 +221,8 @@ class ParametersKnown(TorchFunctionMode):
                     f"{tuple(item.shape)} whose module could not be found from the function; "
                     "compile a method of that module, or a function that names the module directly"
                 )
+        if func == _REQUIRES_GRAD and isinstance(args[0], nn.Parameter):
+            self._callee.asked[id(args[0])] = args[0]
         return func(*args, **named)
 
 
@@ -295,7 +252,7 @@ class _Unwritten(TorchFunctionMode):
         named = kwargs or {}
         written = [named.get("out")]
         name = getattr(func, "__name__", "")
-        if _IN_PLACE.fullmatch(name):
+        if IN_PLACE.fullmatch(name) or func == _SET_DATA:
             written += args[:1]
         if name in ("embedding", "embedding_bag") and (*args[3:4], named.get("max_norm"))[0] is not None:
             written += args[1:2]  # rows that are too long are made shorter
@@ -329,8 +286,9 @@ class UnseenError(RuntimeError):
 class Others(_Unwritten):
     """Looks at tensors that are no stand-ins: in code that is traced they are none of its inputs.
 
-    WrittenError before one is written. UnseenError before one is read that is not known by its id,
-    unless a module does it, whose surroundings are frozen.
+    What is assigned to the .data of a stand-in is written into it. WrittenError before one is written.
+    UnseenError before one is read that is not known by its id, unless a module
+    does it, whose surroundings are frozen.
     """
 
     def __init__(self, known: Collection[int]) -> None:
@@ -339,7 +297,7 @@ class Others(_Unwritten):
 
     def look_at(self, tensor: torch.Tensor, name: str) -> None:
         """Stand-ins are of classes of their own."""
-        if _has_values(tensor):
+        if has_values(tensor):
             raise WrittenError(f"{name} writes a tensor that was there before")
 
     def __torch_function__(
@@ -350,12 +308,25 @@ class Others(_Unwritten):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         for item in _items_of((*args, *(kwargs or {}).values())):
-            if _has_values(item) and id(item) not in self._known and not _in_a_module():
+            if has_values(item) and id(item) not in self._known and not _in_a_module():
                 raise UnseenError(f"{getattr(func, '__name__', func)} reads an unknown tensor")
+        if func == _SET_DATA and not has_values(args[0]):
+            return _fill(*args)
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def _has_values(item: Any) -> bool:
+def _fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """`tensor.data = values` as a write in place, which a graph can record."""
+    if (tensor.shape, tensor.dtype) != (values.shape, values.dtype):
+        raise CaptureError(
+            f"a tensor of {tuple(tensor.shape)} {tensor.dtype} is given .data of {tuple(values.shape)} "
+            f"{values.dtype}; keep shape and dtype, or do it outside of the step"
+        )
+    tensor.data.copy_(values.detach())
+
+
+def has_values(item: Any) -> bool:
+    """Whether it is a tensor of the caller's, and no stand-in, which are of classes of their own."""
     return type(item) in (torch.Tensor, nn.Parameter)
 
 

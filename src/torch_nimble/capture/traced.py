@@ -172,6 +172,7 @@ def as_captured(
     live that are neither state nor batch, by their ids, as far as that is known.
     """
     graph, targets = module.graph, list(sources)
+    _refuse_own(module, sources)
     _without_detach(graph)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     batch = placeholders[len(targets) :]
@@ -201,6 +202,24 @@ def as_captured(
         mutated=frozenset([*mutated, *(by_target[t].name for t in fickle if t in by_target)]),
         output_structure=structure,
     )
+
+
+def _refuse_own(module: fx.GraphModule, sources: Mapping[str, Source]) -> None:
+    """CaptureError if the graph reads state, or memory of it, other than by the state's own place."""
+    held = [(source.path, source.tensor()) for source in sources.values()]
+    own = {_memory(tensor): path for path, tensor in held if tensor is not None}
+    for node in module.graph.find_nodes(op="get_attr"):
+        tensor = getattr(module, str(node.target))
+        if isinstance(tensor, torch.Tensor) and tensor.numel() and _memory(tensor) in own:
+            raise CaptureError(
+                f"the step uses {own[_memory(tensor)]!r}, or its memory, in a way that is not followed "
+                "(a view made before the step, or what an autograd.Function is given). Let it use "
+                "the model's own attribute"
+            )
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 def _without_detach(graph: fx.Graph) -> None:

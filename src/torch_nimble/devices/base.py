@@ -131,8 +131,17 @@ class Device(abc.ABC):
         """Load what takes long, and begin what can go on beside the rest of a preparation."""
         return
 
-    def choose_kernels(self, captured: Captured, options: Options, notes: list[Candidate]) -> Tuning:
-        """What was tried for the layers of a graph, and how many there are of each kind."""
+    def choose_kernels(
+        self,
+        captured: Captured,
+        options: Options,
+        notes: list[Candidate],
+        told: Callable[[str], None] = lambda how_far: None,
+    ) -> Tuning:
+        """What was tried for the layers of a graph, and how many there are of each kind.
+
+        Where that takes long, `told` hears how far it is.
+        """
         return ()
 
     @abc.abstractmethod

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from torch_nimble.devices.base import Entry, RefusedError, TrialRun
-from torch_nimble.errors import PlanError
+from torch_nimble.errors import PlanError, first_line
 from torch_nimble.execute.cuda import CudaExecutable
 from torch_nimble.execute.demands import Watch, allocates_as_usual
 from torch_nimble.execute.graph import Binding
@@ -175,8 +175,9 @@ def refusing_failures() -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as reason:
-        said = str(reason).strip().splitlines()[0]
-        raise RefusedError(f"the model does something that cannot be captured: {said}") from reason
+        raise RefusedError(
+            f"the model does something that cannot be captured: {first_line(reason)}"
+        ) from reason
 
 
 def race_replays(entries: Sequence[Entry]) -> dict[str, Timing]:

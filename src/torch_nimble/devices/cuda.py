@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -85,14 +85,20 @@ class CudaDevice(Device):
         with libraries_loading(self.device):
             inductor.load_modules()
 
-    def choose_kernels(self, captured: Captured, options: Options, notes: list[Candidate]) -> Tuning:
+    def choose_kernels(
+        self,
+        captured: Captured,
+        options: Options,
+        notes: list[Candidate],
+        told: Callable[[str], None] = lambda how_far: None,
+    ) -> Tuning:
         """The library's or one of ours for each kind of layer, by what is faster here."""
         if options.tune == "off" or options.plan is not None or inductor.unsupported() is not None:
             return ()
         try:
             sites, groups = inductor.find_layers(captured)
             every = [*sites, *(group.whole for group in groups)]
-            found = tune(every, self.device, options.tune, self._swept_by(captured))
+            found = tune(every, self.device, options.tune, self._swept_by(captured), told)
             compile_chosen(reading_parts(groups, found), self.device)
             self.give_back()
         except (RuntimeError, ValueError) as reason:

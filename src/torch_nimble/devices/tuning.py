@@ -6,35 +6,36 @@ is one replay of some calls on several sets of tensors, one after another: as in
 its image in the cache of the device, and that of its processors cold. Weights are in the device's cache,
 too, where all of a model's fit into it; those of a larger model come from memory at every call, which
 other ways to cut the work are best at. The library's time has what it needs for a bias, a sum or an
-activation in it, as one kernel more; what comes before a layer is not held against it. Ours has to win
-by more than noise.
+activation in it, as one kernel more; what comes before a layer is not held against it.
+
+A layer by itself is not one among others: a sample has the same kernel before and after, and one run's
+times are by some percent those of another. So less than that decides nothing. Ours has to be clearly
+faster than the library, and of ours that are about equally fast the simpler one wins: one kernel before
+one that sums in parts and another that adds these up, and then the one that wins more often elsewhere,
+which is tried first. So more effort changes a choice only where it finds something clearly faster.
 
 What was found is kept on disk by device, versions and flags, so that a machine tunes a site once for
-models of either size.
+models of either size. What more effort has found counts for less effort, too: there is one answer for a
+layer, and it is the one for which most was tried.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
 import logging
-import os
 import statistics
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 import torch_nimble.kernels
-from torch_nimble.devices import examples, replays
+from torch_nimble.devices import examples, kept, replays
 from torch_nimble.devices.examples import Example
 from torch_nimble.devices.replays import Replayed, Replays
-from torch_nimble.errors import PlanError
+from torch_nimble.errors import PlanError, first_line
 from torch_nimble.execute.cuda import free_workspaces
 from torch_nimble.execute.measure import alone
 from torch_nimble.kernels.operator import capability_of, compile_ahead, may_round
@@ -50,6 +51,7 @@ from torch_nimble.kernels.sites import (
     Tuning,
     Way,
     configs,
+    count_kernels,
 )
 from torch_nimble.lower import inductor
 from torch_nimble.lower.remembered import surroundings
@@ -59,23 +61,27 @@ log = logging.getLogger("torch_nimble")
 _CALLS, _ROUNDS = 12, 9
 _AS_LONG = 1.1
 """How many times as long as the longest of several layers one may take that stands for all."""
-_AMONG = " among "
-"""Between the name of a site and the number of channels that it reads some of."""
 _CHOSEN = "chosen"
 """Instead of an effort: what was compiled because a plan had it."""
 _FROM_MEMORY = ", weights from memory"
 """After an effort: what was found for models that do not fit into the cache."""
-# The library stays unless ours is faster by more than two medians of the same work differ.
 _CLEARLY = 0.97
+"""Times of which one is no less than that part of the other count as equal: two medians of the same work
+differ by as much."""
 Tensor = torch.Tensor
 
 
 def tune(
-    sites: Collection[Site], device: torch.device, effort: Effort, swept: int = 0
+    sites: Collection[Site],
+    device: torch.device,
+    effort: Effort,
+    swept: int = 0,
+    told: Callable[[str], None] = lambda how_far: None,
 ) -> dict[str, Tuned]:
     """What is fastest for each site, by its text: what is known of this machine, or else tried now.
 
-    So many bytes are `swept` through the cache between two uses of a weight, if any.
+    So many bytes are `swept` through the cache between two uses of a weight, if any. While ways are
+    tried, `told` hears of how many sites that is done.
     """
     path = _file()
     known = _read(path, effort, bool(swept))
@@ -84,13 +90,20 @@ def tune(
         start = time.perf_counter()
         found: list[Tuned] = []
         try:
-            found.extend(_try_all(missing, device, effort, swept))
+            told(_how_far(found, missing))
+            for tuned in _try_all(missing, device, effort, swept):
+                found.append(tuned)
+                told(_how_far(found, missing))
         finally:  # what was found is not lost with the rest
-            _add(path, effort + _FROM_MEMORY * bool(swept), found)
+            kept.add(path, effort + _FROM_MEMORY * bool(swept), found)
         known |= {tuned.site: tuned for tuned in found}
         passed = time.perf_counter() - start
         log.info("tried kernels for %d kinds of layers in %.1f s", len(missing), passed)
     return {str(site): known[str(site)] for site in sites}
+
+
+def _how_far(found: Collection[Tuned], missing: Collection[Site]) -> str:
+    return f"{len(found)} of {len(missing)} kinds of layers tried"
 
 
 def chosen_for(
@@ -148,7 +161,7 @@ def reading_parts(groups: Iterable[Siblings], found: Mapping[str, Tuned]) -> dic
     groups = list(groups)
     merging = _decided(groups, found)
     return {
-        f"{reader}{_AMONG}{group.whole.made}": found[str(reader)].chosen
+        kept.among(reader, group.whole.made): found[str(reader)].chosen
         for group in groups
         if merging[str(group)].chosen == MERGED
         for reader in group.readers
@@ -161,7 +174,7 @@ def compile_chosen(kernels: Mapping[str, str], device: torch.device) -> None:
     By site, or by site and how many channels those are among that it reads.
     """
     path = _file()
-    tried = [tuned for found in _kept(path).values() for tuned in found.values()]
+    tried = [tuned for found in kept.read(path).values() for tuned in found.values()]
     known = {(tuned.site, config) for tuned in tried for config in (tuned.chosen, *tuned.times_us)}
     missing = {
         name: config
@@ -169,18 +182,9 @@ def compile_chosen(kernels: Mapping[str, str], device: torch.device) -> None:
         if config != MERGED and (name, config) not in known
     }
     if missing:
-        named = {name: _named(name) for name in missing}
+        named = {name: kept.named(name) for name in missing}
         _compiling([(site, missing[name], pitch) for name, (site, pitch) in named.items()], device)()
-        _add(path, _CHOSEN, [Tuned(n, named[n][0].kind, c, {}, {}) for n, c in missing.items()])
-
-
-def _named(name: str) -> tuple[Site, int | None]:
-    """A site by its name, and how many channels it reads some of; PlanError if that is no name."""
-    text, _, among = name.partition(_AMONG)
-    try:
-        return Site.parse(text), int(among) if among else None
-    except (ValueError, IndexError, TypeError) as error:
-        raise PlanError(f"there is no layer {name!r}; was the plan made by another version?") from error
+        kept.add(path, _CHOSEN, [Tuned(n, named[n][0].kind, c, {}, {}) for n, c in missing.items()])
 
 
 def check_precision(kernels: Mapping[str, str]) -> None:
@@ -231,7 +235,7 @@ def _try_one(example: Example, tried: Iterable[str], stage: Replays) -> Tuned:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            reason = f"{type(error).__name__}: {first_line(error)}"
         if reason:
             log.info("%s by %s: %s", site, config, reason)
             refused[config] = reason
@@ -245,10 +249,15 @@ def _try_one(example: Example, tried: Iterable[str], stage: Replays) -> Tuned:
 
 
 def chosen_of(times_us: Mapping[str, float]) -> str:
-    """The fastest; the library if nothing is clearly faster, the first tried of equals."""
-    best = min(times_us, key=lambda name: times_us[name], default=LIBRARY)
+    """The library if nothing is clearly faster; else of the fastest of ours the simplest.
+
+    That is what takes the fewest kernels, and of these the first that was tried.
+    """
     limit = _CLEARLY * times_us.get(LIBRARY, float("inf"))
-    return best if times_us.get(best, float("inf")) < limit else LIBRARY
+    faster = {name: us for name, us in times_us.items() if name != LIBRARY and us < limit}
+    best = min(faster.values(), default=0.0)
+    fastest = (name for name, us in faster.items() if _CLEARLY * us <= best)
+    return min(fastest, key=count_kernels, default=LIBRARY)
 
 
 def _several(run: Callable[[int], Tensor], sets: int) -> Callable[[], None]:
@@ -278,38 +287,7 @@ def _machine() -> str:
 
 def _read(path: Path, effort: Effort, from_memory: bool = False) -> dict[str, Tuned]:
     """What is known of sites that were tried with this effort or more, weights in the same place."""
-    kept = _kept(path)
+    known = kept.read(path)
     efforts = [effort, *(["full"] if effort == "fast" else [])]
     names = [name + _FROM_MEMORY * from_memory for name in efforts]
-    return {site: tuned for name in names for site, tuned in kept.get(name, {}).items()}
-
-
-def _kept(path: Path) -> dict[str, dict[str, Tuned]]:
-    """What a file has, by effort and site; what cannot be read is left out."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    found: dict[str, dict[str, Tuned]] = {}
-    for effort, sites in data.items() if isinstance(data, dict) else ():
-        for site, tuned in sites.items() if isinstance(sites, dict) else ():
-            with contextlib.suppress(TypeError):
-                found.setdefault(effort, {})[site] = Tuned(**tuned)
-    return found
-
-
-def _add(path: Path, effort: str, found: Iterable[Tuned]) -> None:
-    """Keep that for other processes; not being able to write is no harm."""
-    kept = _kept(path)
-    kept.setdefault(effort, {}).update({tuned.site: tuned for tuned in found})
-    data = {name: {site: asdict(one) for site, one in sites.items()} for name, sites in kept.items()}
-    draft = ""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, draft = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(data, file)
-        os.replace(draft, path)
-    except OSError:
-        if draft:
-            Path(draft).unlink(missing_ok=True)
+    return {site: tuned for name in names for site, tuned in known.get(name, {}).items()}

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torch_nimble.errors import first_line
 from torch_nimble.flags import convolutions_may_use_tf32, matmul_may_use_tf32
 from torch_nimble.kernels.sites import MOST_NUMBERS, OF_ROWS, Kind, Site, Way, Window
 
@@ -209,9 +210,9 @@ def _convolve(
         try:
             launch.kernel[launch.grid](x, weight, bias, added, out, **launch.constants)
         except Exception as reason:  # Triton's own errors have no base that is torch's, too
-            said = str(reason).strip().splitlines()[:1]
             raise RuntimeError(
-                f"the kernel {config} for {site} cannot be launched: {type(reason).__name__}: {said}"
+                f"the kernel {config} for {site} cannot be launched: "
+                f"{type(reason).__name__}: {first_line(reason)}"
             ) from reason
         x = out
     return result

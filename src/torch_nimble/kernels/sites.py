@@ -219,6 +219,13 @@ class Way(NamedTuple):
         return cls(family, precision, tuple(numbers))
 
 
+def count_kernels(config: str) -> int:
+    """How many kernels a config takes: a sum in parts is added up by a second one."""
+    family, *numbers = config.split("/")
+    is_in_parts = family.split("-")[0] in _BY_MATRIX_UNIT and numbers[-1] != "1"
+    return 2 if is_in_parts else 1
+
+
 Tuning = tuple[tuple[Tuned, int], ...]
 """What was tried for the layers of a graph, and how many there are of each kind."""
 

@@ -21,8 +21,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from torch_nimble.errors import first_line
 from torch_nimble.flags import numeric_flags
 
+_DRIVER = Path("/proc/driver/nvidia/version")
+_CUBLAS = ("nvidia-cublas", "nvidia-cublas-cu12")
 _KNOWN_OPERATORS = ("aten", "prims", "torch_nimble")
 
 
@@ -76,7 +79,7 @@ def _is_told_by_text(node: fx.Node) -> bool:
 
 
 def surroundings() -> list[str]:
-    """Versions, the device, and the flags of torch that what is compiled depends on."""
+    """Versions, the device, and the flags of torch that what is compiled and timed depends on."""
     device = []
     if torch.cuda.is_available():
         found = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -84,17 +87,34 @@ def surroundings() -> list[str]:
     return [
         torch.__version__,
         str(torch.version.git_version),
-        _triton_version(),
+        _version_of("triton"),
+        *_libraries(),
         str(device),
         str(torch.get_default_dtype()),
         str(numeric_flags()),
     ]
 
 
-@functools.cache
-def _triton_version() -> str:
+def _libraries() -> list[str]:
+    """Versions of a GPU's libraries and of its driver, as far as they are told.
+
+    Torch tells for which CUDA it was built. Its packages of cuBLAS and cuDNN can be exchanged.
+    """
     try:
-        return importlib.metadata.version("triton")
+        cudnn = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
+    except RuntimeError as reason:  # one that does not fit
+        cudnn = first_line(reason)
+    try:
+        driver = first_line(_DRIVER.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        driver = ""
+    return [str(torch.version.cuda), cudnn, *map(_version_of, _CUBLAS), driver]
+
+
+@functools.cache
+def _version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
 

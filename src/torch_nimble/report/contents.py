@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from torch_nimble.errors import OptionError
+from torch_nimble.errors import OptionError, first_line
 from torch_nimble.execute.measure import Timing
 from torch_nimble.explain import (
     Candidate,
@@ -188,8 +188,8 @@ def report_of(
         try:
             timeline = measure()
         except RuntimeError as reason:  # too little memory for a second capture; inputs it cannot take
-            said = str(reason).strip().splitlines()[0]
-            notes = (f"The pass to be measured failed, so times are simulated: {said}", *notes)
+            said = f"The pass to be measured failed, so times are simulated: {first_line(reason)}"
+            notes = (said, *notes)
     made = Report(
         model=explanation.model,
         graph=graph,

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from torch_nimble import look
+from torch_nimble.explain import most_saved_first
 from torch_nimble.look import NOTHING, Cell, Grid, number, word
 from torch_nimble.report.contents import Report
 from torch_nimble.report.floors import all_kinds
@@ -45,6 +46,7 @@ def page_of(report: Report) -> str:
         ("graph", "Graph by stream", _GRAPH, _view(report, views, "graph")),
         ("kinds", "Where the time goes", _about_kinds(report), _table(_kinds(report), "Times")),
         ("tasks", "Tasks", _TASKS, _tasks(report, views)),
+        ("kernels", "Kernels", _KERNELS, _table(_kernels(report), "Kernels")),
         (
             "candidates",
             "Candidates",
@@ -83,6 +85,11 @@ _FLOOR = (
 _CANDIDATES = (
     "Plans that were compared with eager and raced on this machine, in interleaved rounds; the fastest "
     "was chosen, and of two that are equally fast the one with fewer streams."
+)
+_KERNELS = (
+    "Convolutions and small linear layers of each kind: which way to compute them was chosen, of how "
+    "many, and what one takes by itself on this machine; what the library takes with a kernel more for "
+    "what comes after it. Of layers that could be one: whether they are, and what the other way takes."
 )
 _SIMULATED = (
     "Plans whose times were simulated with the same cost model; the one that would take least is shown. "
@@ -307,6 +314,26 @@ def _without_folder(origin: str) -> str:
     """`net.py:12 in forward (blocks.0)` of the same with the whole path of the file."""
     place, _, rest = origin.partition(" in ")
     return " in ".join(filter(None, [re.split(r"[/\\]", place)[-1], rest]))
+
+
+def _kernels(report: Report) -> Grid:
+    kernels = () if report.account is None else report.account.kernels
+    rows = tuple(
+        (
+            word(kernel.site),
+            number(kernel.count),
+            number(kernel.tried),
+            number(len(kernel.refused) or None),
+            word(kernel.chosen),
+            number(kernel.us, ",.2f"),
+            number(kernel.otherwise_us, ",.2f"),
+            number(kernel.gain, ",.2f", "×"),
+            number(kernel.saved_us or None, ",.1f"),
+        )
+        for kernel in most_saved_first(kernels)
+    )
+    header = ("layers", "count", "ways tried", "refused", "chosen", "time, µs", "library, µs", "gain")
+    return _without_empty(Grid((*header, "all save, µs"), rows))
 
 
 def _candidates(report: Report) -> Grid:

@@ -8,8 +8,9 @@ by the first, added to by those that follow, and used by the last.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,13 +19,13 @@ from torch import nn
 
 from torch_nimble.capture import MODEL_LOCK, AutocastState, Callee, Captured, StandIn
 from torch_nimble.capture.failure import explain_failure
+from torch_nimble.capture.generators import refusing_frozen_draws
 from torch_nimble.capture.isolation import (
     Assigned,
     Assignments,
     Others,
     attributes_kept,
     refusing_counting,
-    refusing_frozen_draws,
     replaced,
 )
 from torch_nimble.capture.traced import (
@@ -33,9 +34,10 @@ from torch_nimble.capture.traced import (
     noticing_checkpoints,
     trace,
 )
+from torch_nimble.capture.ways import NumbersRefused, StandIns
 from torch_nimble.errors import CaptureError, InputError
 from torch_nimble.lower.observe import draws_random
-from torch_nimble.training.callee import StepCallee
+from torch_nimble.training.callee import StepCallee, described_tensor
 from torch_nimble.training.rules import Rule
 from torch_nimble.training.scaling import Scaling
 from torch_nimble.training.state import CountsApartError, StepState, refuse_sparse
@@ -51,6 +53,8 @@ from torch_nimble.tree import (
 LossFunction = Callable[..., Any]
 Phase = Literal["", "first batch", "further batch", "last batch", "update"]
 Tensors = Mapping[str, torch.Tensor]
+_BEGINNING = ("", "first batch")
+"""The parts of a step that begin it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +97,13 @@ class Step:
         tensors, structure = flatten_output((loss, *rest) if rest else loss)
         return unflatten_output(structure, [tensor.detach() for tensor in tensors])
 
+    def infinite(self, phase: Phase, loss: torch.Tensor, state: Tensors) -> dict[str, torch.Tensor]:
+        """How many losses of this step were not finite, where somebody asks for it."""
+        if not self.checks_finite:
+            return {}
+        now = torch.logical_not(torch.isfinite(loss.detach())).float().sum()
+        return {"signal.infinite": now if phase in _BEGINNING else now + state["signal.infinite"]}
+
     def weighed(self, loss: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
         """The loss as it is differentiated: its share of the step's batches, scaled."""
         if self.accumulate > 1:
@@ -104,6 +115,7 @@ class StepAdapter:
     """A step, or a part of one, for one signature of its batch."""
 
     trains = True
+    writes_by_layout = skips_padding = False
 
     def __init__(
         self,
@@ -122,6 +134,8 @@ class StepAdapter:
         self._phase = phase
         self.output_structure: Structure
         self.assigned = Assigned()
+        self._looked: StandIns | None = None
+        """What the first eager run saw; others are looked at only if there was anything to see."""
         self.updated = updated
         """The parameters that get a gradient: found out, or given for an update without a batch."""
 
@@ -144,7 +158,8 @@ class StepAdapter:
 
         def function(*values: torch.Tensor) -> list[torch.Tensor]:
             given, batch = dict(zip(targets, values, strict=False)), values[len(targets) :]
-            results, new = self._functional(given, batch, known)
+            stand_ins = dict(zip(map(id, state), values, strict=False))
+            results, new = self._functional(given, batch, known, stand_ins)
             new |= {batch_target(i): value for i, value in enumerate(batch)}
             written[:] = new
             return [*results, *new.values()]
@@ -174,30 +189,40 @@ class StepAdapter:
         return as_captured(module, sources, written, numbers, self.output_structure, beside)
 
     def _functional(
-        self, state: Tensors, batch: Sequence[torch.Tensor], known: Collection[int]
+        self,
+        state: Tensors,
+        batch: Sequence[torch.Tensor],
+        known: Collection[int],
+        stand_ins: dict[int, torch.Tensor],
     ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         """Results, and the new value of every target that may have one.
 
-        Other tensors that the loss function reads have to be `known`, by their ids.
+        Other tensors that the loss function reads have to be `known`, by their ids; where it comes to
+        the state by ways of its own, it gets the `stand_ins`.
         """
         step = self._step
         own = _under("model", state)
         if self._phase == "update":
-            return [], self._update_only(state, own)
+            return [], self._put_back(
+                self._update_only(state, own), state, to_put_back(step, "update", state)
+            )
         wanted = {m.name for m in step.state.members if m.parameter.requires_grad}
         leaves = {name: own[name].detach().requires_grad_() for name in own if name in wanted}
         buffers = {name: value for name, value in own.items() if name not in leaves}
-        before = self._to_put_back(state)
+        before = to_put_back(step, self._phase, state)
+        aside = kept_aside(self._phase, state)
         args, kwargs = unflatten_inputs(self._structure, batch)
+        stand_ins |= {id(m.parameter): leaves[m.name] for m in step.state.members if m.name in leaves}
+        by_other_ways = StandIns(stand_ins)
         with torch.enable_grad(), replaced(step.model, {**buffers, **leaves}):
             assignments = Assignments(self.callee)
             with AutocastState.entered(self._autocast):
-                with Others(known):
+                with Others(known), NumbersRefused(known), by_other_ways:
                     loss, rest = step.losses(args, kwargs)
                 weighed = step.weighed(loss, state.get("scaler._scale"))
             results, self.output_structure = flatten_output(step.results(loss, rest))
             # Activation checkpointing computes with the weights again in here.
-            others = self._step_callee.trained_elsewhere(list(step.model.parameters()))
+            others = self._others(by_other_ways)
             found = torch.autograd.grad(weighed, [*leaves.values(), *others.values()], allow_unused=True)
             with torch.no_grad():
                 results, _ = assignments.settle(results)
@@ -206,17 +231,29 @@ class StepAdapter:
         self.updated = frozenset(gradients)
         if step.keeps_gradients or not self.updates:
             refuse_sparse(step.model)
-        new = {f"model.{name}": value for name, value in buffers.items()}
+        new = aside | {f"model.{name}": value for name, value in (buffers | leaves).items()}
         with torch.no_grad():
-            if self._phase not in ("", "first batch"):
+            new |= step.infinite(self._phase, loss, state)
+            if self._phase not in _BEGINNING:
                 gradients = {n: g + state[f"sum.{n}"] for n, g in gradients.items()}
             if not self.updates:
                 new |= {f"sum.{name}": gradient for name, gradient in gradients.items()}
             else:
                 step.state.refuse_splitting(self.updated)
-                new |= self._updates(state, own, gradients)
-                new |= {t: torch.where(new["signal.skipped"], v, new[t]) for t, v in before.items()}
+                new |= self._updates(
+                    {**state, **step.infinite(self._phase, loss, state)}, own, gradients
+                )
+                new = self._put_back(new, state, before)
         return [result.detach() for result in results], new
+
+    def _others(self, seen: StandIns) -> dict[str, torch.Tensor]:
+        """Tensors that want gradients and are not the model's, by a name for people."""
+        others = self._step_callee.trained_elsewhere(list(self._step.model.parameters()))
+        named = set(map(id, others.values()))
+        for number, tensor in seen.learnable.items():
+            if number not in named:
+                others[f"{described_tensor(tensor)} ({len(others) + 1})"] = tensor
+        return others
 
     @staticmethod
     def _refuse_gradients(found: Mapping[str, torch.Tensor | None]) -> None:
@@ -240,12 +277,16 @@ class StepAdapter:
                 state, own, {name: state[f"sum.{name}"] for name in sorted(self.updated)}
             )
 
-    def _to_put_back(self, state: Tensors) -> dict[str, torch.Tensor]:
-        """Buffers, such as the statistics of batch norm, that a step refused leaves as they were."""
-        if not (self._step.checks_finite and self.updates) or self._phase == "update":
-            return {}
-        targets = [f"model.{name}" for name, _ in self._step.model.named_buffers()]
-        return {target: state[target].clone() for target in targets}
+    @staticmethod
+    def _put_back(new: Tensors, state: Tensors, before: Tensors) -> dict[str, torch.Tensor]:
+        """What is new, except for what a step that is left out puts back."""
+        return {
+            **new,
+            **{
+                target: torch.where(new["signal.skipped"], value, new.get(target, state[target]))
+                for target, value in before.items()
+            },
+        }
 
     def _updates(self, state: Tensors, own: Tensors, gradients: Tensors) -> dict[str, torch.Tensor]:
         """What is done with the gradients of a whole step."""
@@ -253,7 +294,7 @@ class StepAdapter:
         if step.scaling is not None:
             unscaled = state["scaler._scale"].double().reciprocal().float()
             gradients = {name: gradient * unscaled for name, gradient in gradients.items()}
-        fine = _all_finite(gradients) if step.may_skip else None
+        fine = _all_finite(gradients, state) if step.may_skip else None
         if "norm" in signals:
             norm = total_norm(gradients)
             new["signal.norm"] = norm.to(signals["norm"].dtype)
@@ -304,13 +345,18 @@ class StepAdapter:
         Single tensors may be nothing but rounding: the gradient of a bias before batch norm is.
         """
         kind, _, rest = target.partition(".")
-        if kind == "model" and rest in self.updated and self._step.rule is not None:
+        if kind == "model" and rest in self.updated and self.updates and self._step.rule is not None:
             return "parameters", self._step.rule.slack
         if kind == "optimizer":
             return f"optimizer.{target.rpartition('.')[2]}", None
         return (kind, None) if kind in ("gradient", "sum") else (target, None)
 
     # ------------------------------------------------------------ eager
+
+    def held(self) -> dict[str, torch.Tensor]:
+        """Parameters, buffers, and all that optimizer, scaler and step keep."""
+        sources = self._step.state.sources()
+        return {target: v for target, s in sources.items() if (v := s.tensor()) is not None}
 
     def eager(
         self, tensors: Sequence[torch.Tensor], stand_in: StandIn | None = None
@@ -320,7 +366,7 @@ class StepAdapter:
         Parameters that something else stood in for are told as if they had moved from where they are.
         """
         step = self._step
-        held = {t: v for t, s in step.state.sources().items() if (v := s.tensor()) is not None}
+        held = self.held()
         after = {t: v.detach().clone() for t, v in held.items()}
         begun: dict[str, torch.Tensor] = {}
         if stand_in is not None:
@@ -330,14 +376,16 @@ class StepAdapter:
         trained = {m.name: own[m.name] for m in step.state.members if m.parameter.requires_grad}
         for parameter in trained.values():
             parameter.requires_grad_()
-        before = self._to_put_back(after)
+        after |= kept_aside(self._phase, after)
+        before = to_put_back(step, self._phase, after)
         optimizer = step.optimizer if step.rule is None else self._optimizer_over(own)
         results: list[torch.Tensor] = []
         if self._phase == "update":
             for name in self.updated:
                 trained[name].grad = after[f"sum.{name}"].clone()
         else:
-            results = self._eager_gradients(tensors, own, trained, after)
+            stand_ins = {id(value): after[target] for target, value in held.items()}
+            results = self._eager_gradients(tensors, own, trained, after, stand_ins)
         if self.updates:
             finish(step, trained, optimizer, after)
             after |= before if before and after["signal.skipped"] else {}
@@ -360,25 +408,41 @@ class StepAdapter:
         tensors: Sequence[torch.Tensor],
         own: Tensors,
         trained: Tensors,
-        state: Tensors,
+        state: dict[str, torch.Tensor],
+        stand_ins: Mapping[int, torch.Tensor],
     ) -> list[torch.Tensor]:
         """Forward and backward of a batch: gradients stand in what is trained, with those before it."""
         step = self._step
         args, kwargs = unflatten_inputs(self._structure, list(tensors))
         with torch.enable_grad(), replaced(step.model, own):
             assignments = Assignments(self.callee)
-            with AutocastState.entered(self._autocast):
+            with AutocastState.entered(self._autocast), self._by_other_ways(stand_ins) as seen:
                 loss, rest = step.losses(args, kwargs)
             results, _ = flatten_output(step.results(loss, rest))
-            step.weighed(loss, state.get("scaler._scale")).backward()  # type: ignore[no-untyped-call]
+            state |= step.infinite(self._phase, loss, state)
+            with gradients_kept(self._others(seen).values()):
+                step.weighed(loss, state.get("scaler._scale")).backward()  # type: ignore[no-untyped-call]
             with torch.no_grad():
                 results, assigned = assignments.settle(results)
                 self.assigned |= assigned
-        if self._phase not in ("", "first batch"):
+        if self._phase not in _BEGINNING:
             for name, parameter in trained.items():
                 if parameter.grad is not None:
                     parameter.grad += state[f"sum.{name}"]
         return results
+
+    @contextlib.contextmanager
+    def _by_other_ways(self, stand_ins: Mapping[int, torch.Tensor]) -> Iterator[StandIns]:
+        """The copies also where the loss function comes to the state by ways of its own.
+
+        Some layers give other results where somebody looks, so that is done once if nothing is found.
+        """
+        if self._looked is not None and not (self._looked.used or self._looked.learnable):
+            yield self._looked
+            return
+        self._looked = StandIns(stand_ins)
+        with self._looked:
+            yield self._looked
 
     def _optimizer_over(self, own: Tensors) -> torch.optim.Optimizer:
         """An optimizer like the caller's, in the same state, over the copies."""
@@ -396,6 +460,19 @@ class StepAdapter:
         return made
 
 
+@contextlib.contextmanager
+def gradients_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """What stands in `.grad` of these afterwards as it was, whatever backward() leaves there."""
+    before = [(tensor, tensor.grad) for tensor in tensors if tensor.is_leaf]
+    try:
+        for tensor, _ in before:
+            tensor.grad = None
+        yield
+    finally:
+        for tensor, gradient in before:
+            tensor.grad = gradient
+
+
 def finish(
     step: Step, parameters: Tensors, optimizer: torch.optim.Optimizer, state: dict[str, torch.Tensor]
 ) -> None:
@@ -410,7 +487,7 @@ def finish(
             gradient.mul_(unscaled)
     if "signal.norm" in state:
         state["signal.norm"] = total_norm(given).to(state["signal.norm"].dtype)
-    fine = bool(_all_finite(given)) if step.may_skip else True
+    fine = bool(_all_finite(given, state)) if step.may_skip else True
     if step.clip_norm is not None:
         nn.utils.clip_grad_norm_(list(parameters.values()), step.clip_norm)
     if step.keeps_gradients:
@@ -421,6 +498,22 @@ def finish(
         state |= step.scaling.update(state, torch.logical_not(state["signal.skipped"]))
     if step.rule is not None and fine:
         optimizer.step()
+
+
+def kept_aside(phase: Phase, state: Tensors) -> dict[str, torch.Tensor]:
+    """Buffers as they are when a step of several batches begins, where that is wanted."""
+    names = _under("before", state) if phase == "first batch" else ()
+    return {f"before.{name}": state[f"model.{name}"].clone() for name in names}
+
+
+def to_put_back(step: Step, phase: Phase, state: Tensors) -> dict[str, torch.Tensor]:
+    """Buffers, such as the statistics of batch norm, that a step refused leaves as they were."""
+    if not step.checks_finite or phase in ("first batch", "further batch"):
+        return {}
+    if phase == "":
+        targets = [f"model.{name}" for name, _ in step.model.named_buffers()]
+        return {target: state[target].clone() for target in targets}
+    return {f"model.{name}": value for name, value in _under("before", state).items()}
 
 
 def _under(prefix: str, state: Tensors) -> dict[str, torch.Tensor]:
@@ -445,5 +538,8 @@ def clipped(gradients: Tensors, norm: torch.Tensor, most: float) -> dict[str, to
     return {name: gradient * factor.to(gradient.dtype) for name, gradient in gradients.items()}
 
 
-def _all_finite(gradients: Tensors) -> torch.Tensor:
-    return torch.stack([torch.isfinite(gradient).all() for gradient in gradients.values()]).all()
+def _all_finite(gradients: Tensors, state: Tensors) -> torch.Tensor:
+    """Whether all gradients are finite, and the losses if they were looked at."""
+    fine = torch.stack([torch.isfinite(gradient).all() for gradient in gradients.values()]).all()
+    infinite = state.get("signal.infinite")
+    return fine if infinite is None else fine & (infinite == 0)

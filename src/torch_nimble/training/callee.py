@@ -56,8 +56,15 @@ class StepCallee(Callee):
             for path, parameter in root.named_parameters()
         ]
         bound = [(name, value) for name, value in self.reached if isinstance(value, torch.Tensor)]
-        return {
-            name: tensor
-            for name, tensor in (*parameters, *bound)
-            if tensor.requires_grad and id(tensor) not in known
-        }
+        held = ((described_tensor(value), value) for value in self.bound_tensors)
+        found: dict[str, torch.Tensor] = {}
+        for name, tensor in (*parameters, *bound, *held):
+            if tensor.requires_grad and id(tensor) not in known:
+                known.add(id(tensor))
+                found[name if name not in found else f"{name} ({len(found)})"] = tensor
+        return found
+
+
+def described_tensor(tensor: torch.Tensor) -> str:
+    """One without a name, in a message."""
+    return f"a tensor of shape {tuple(tensor.shape)}"

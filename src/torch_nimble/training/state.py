@@ -26,7 +26,7 @@ _NUMBER = torch.float64
 _STEP = "step"
 _WANTS_GRAD = operator.attrgetter("requires_grad")
 _VERSION = operator.attrgetter("_version")
-_SIGNALS = {"norm": torch.float32, "skipped": torch.bool}
+_SIGNALS = {"norm": torch.float32, "skipped": torch.bool, "infinite": torch.float32}
 
 Table = dict[str, torch.Tensor]
 
@@ -68,6 +68,7 @@ class StepState:
         keeps_gradients: bool = False,
         accumulates: bool = False,
         signals: Sequence[str] = (),
+        puts_back: bool = False,
         scaling: Scaling | None = None,
         parts: Mapping[str, Hashable] | None = None,
     ) -> None:
@@ -103,12 +104,16 @@ class StepState:
         self._gradients = {m.name: _zeros_like(m.parameter) for m in wanted if keeps_gradients}
         self.sums = {m.name: _zeros_like(m.parameter) for m in wanted if accumulates}
         """Gradients set aside until a step's last batch."""
+        kept = model.named_buffers() if accumulates and puts_back else ()
+        self._before = {name: torch.zeros_like(buffer) for name, buffer in kept}
+        """Buffers as they were before a step's first batch."""
         self.signals: Table = {
             name: torch.zeros((), dtype=_SIGNALS[name], device=self._device) for name in signals
         }
         """What a step tells beside its results."""
         self._scaling = scaling
-        self._counted = True
+        self._alike: list[tuple[str, list[torch.Tensor]]] = []
+        """Step counts that are copies of one on the device, where steps may be skipped."""
         self._hook: Any = None
         if rule is not None and rule.counts_steps and scaling is not None:
             self._hook = optimizer.register_state_dict_pre_hook(self._before_saving)
@@ -132,7 +137,14 @@ class StepState:
         )
         in_place = all(member.table.get(member.key) is member.parameter for member in self.members)
         switches = () if self._rule is None else tuple(map(self._rule.switches, groups))
-        return wanted, in_place, switches, () if self._scaling is None else self._scaling.settings()
+        buffers = [] if not self._before else list(map(_kind, self._model.buffers()))
+        return (
+            wanted,
+            in_place,
+            buffers,
+            switches,
+            () if self._scaling is None else self._scaling.settings(),
+        )
 
     # ------------------------------------------------------------ what a plan works on
 
@@ -153,6 +165,7 @@ class StepState:
             "counter": self._counts,
             "gradient": self._gradients,
             "sum": self.sums,
+            "before": self._before,
             "signal": self.signals,
         }
         for prefix, own in tables.items():
@@ -279,9 +292,11 @@ class StepState:
             for member in self.members:
                 found = self._gradients.get(member.name)
                 member.parameter.grad = found if member.name in updated else None
-        self._counted = self._scaling is None
-        if steps and self._counted:
+        if steps and self._scaling is None:
             torch._foreach_add_(list(steps.values()), 1)
+        for counter, alike in self._alike:  # a step that was skipped has not been counted there
+            now = self._counts[counter].to(alike[0].dtype)
+            torch._foreach_copy_(alike, [now] * len(alike))
         self._seen |= {name: (step, _version(step)) for name, step in steps.items()}
 
     def _put_in_place(self, updated: frozenset[str]) -> dict[str, torch.Tensor]:
@@ -294,17 +309,35 @@ class StepState:
                     known.update(self._kept[member.name])
                     self._published.add(member.name)
                 if self._counts:
-                    if _STEP not in known:
-                        known[_STEP] = self._step_of(member)
+                    if not self._counts_in_place(known.get(_STEP), member):
+                        known[_STEP] = self._step_of(member, self._step_device(member))
                     steps[member.name] = known[_STEP]
+        alike: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+        for member in self.members if self._scaling is not None else ():
+            if (step := steps.get(member.name)) is not None:
+                alike.setdefault((str(member.counter), step.dtype), []).append(step)
+        self._alike = [(counter, found) for (counter, _), found in alike.items()]
         return steps
 
-    def _step_of(self, member: Member) -> torch.Tensor:
-        """A step count as torch.optim makes it: on the CPU, unless the update reads it on the device."""
+    def _counts_in_place(self, step: Any, member: Member) -> bool:
+        """Whether a step count in the optimizer is one that steps may count in."""
+        if self._scaling is None or not isinstance(step, torch.Tensor):
+            return step is not None
+        return step.device == self._step_device(member)
+
+    def _step_device(self, member: Member) -> torch.device:
+        """Where steps are counted: whether one is skipped is known on the device, and nobody waits."""
+        return self._usual_device(member) if self._scaling is None else member.parameter.device
+
+    def _usual_device(self, member: Member) -> torch.device:
+        """Where torch.optim has step counts: on the CPU, unless the update reads them on the device."""
         group = self.group(member)
         on_device = group.get("capturable") or group.get("fused")
-        device = member.parameter.device if on_device else "cpu"
-        is_wide = torch.get_default_dtype() == torch.float64 and not group.get("fused")
+        return member.parameter.device if on_device else torch.device("cpu")
+
+    def _step_of(self, member: Member, device: torch.device) -> torch.Tensor:
+        """A step count as torch.optim makes it, on that device."""
+        is_wide = torch.get_default_dtype() == torch.float64 and not self.group(member).get("fused")
         return torch.zeros((), dtype=torch.float64 if is_wide else torch.float32, device=device)
 
     def let_go(self) -> None:
@@ -316,22 +349,42 @@ class StepState:
     def _before_saving(self, optimizer: torch.optim.Optimizer) -> None:
         self.settle()
 
+    def exchanged(self, trained: frozenset[str]) -> list[torch.Tensor]:
+        """What processes that train together have the mean of."""
+        infinite = self.signals.get("infinite")
+        sums = [self.sums[name] for name in sorted(trained)]
+        return sums if infinite is None else [*sums, infinite]
+
     def take_sums(self, other: StepState) -> None:
-        """Go on with the gradients of a step that is half made."""
-        for name, total in self.sums.items():
-            if name in other.sums and other.sums[name].shape == total.shape:
-                total.copy_(other.sums[name])
+        """Go on with the gradients of a step that is half made, and what else is known of it."""
+        for own, others in (
+            (self.sums, other.sums),
+            (self._before, other._before),
+            (self.signals, other.signals),
+        ):
+            for name, tensor in own.items():
+                if name in others and others[name].shape == tensor.shape:
+                    tensor.copy_(others[name])
 
     def settle(self) -> None:
-        """Steps that may have been skipped are counted on the device, which is waited for here only."""
-        if self._counted:
-            return
-        self._counted = True
-        for member in self.members:
-            step = self._step_known(member)
-            if step is not None and self._is_as_left(member):
-                step.fill_(self._counts[str(member.counter)].item())
-                self._seen[member.name] = step, _version(step)
+        """Step counts stand where torch.optim would have them; the device is waited for here only."""
+        moved = [m for m in self.members if self._is_moved(m)]
+        now = {m.counter: self._counts[str(m.counter)].to(self._usual_device(m)) for m in moved}
+        for member in moved:
+            step = self._step_of(member, self._usual_device(member)).copy_(now[member.counter])
+            self._optimizer.state[member.parameter][_STEP] = step
+            self._seen[member.name] = step, _version(step)
+            self._standing = None
+
+    def _is_moved(self, member: Member) -> bool:
+        """Whether a step count of ours stands elsewhere than torch.optim would have it."""
+        step = self._step_known(member)
+        is_ours = self._scaling is not None and isinstance(step, torch.Tensor)
+        return is_ours and step.device != self._usual_device(member) and self._is_as_left(member)
+
+
+def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def _zeros_like(parameter: torch.Tensor) -> torch.Tensor:

@@ -16,13 +16,15 @@ from torch_nimble.planned import Planned
 from torch_nimble.prepare import Progress
 from torch_nimble.prepared import Prepared
 from torch_nimble.quick import LastStep
-from torch_nimble.signature import Signature, as_arguments, check_tensors, write_back
+from torch_nimble.signature import Signature, as_arguments, check_tensors, written_back
 from torch_nimble.touched import Tables
 from torch_nimble.training.adapter import (
     Phase,
     Step,
     StepAdapter,
     finish,
+    kept_aside,
+    to_put_back,
 )
 from torch_nimble.training.callee import StepCallee
 from torch_nimble.training.parallel import Processes
@@ -54,7 +56,7 @@ class TrainingStep(Planned):
         self._batches = 0
         self._updating = False
         self._left: tuple[Tables, Any] | None = None
-        self._last: dict[Phase, LastStep] = {}
+        self._last: dict[tuple[Phase, frozenset[str]], LastStep] = {}
         self._processes = _processes(settings)
         self._trained: frozenset[str] = frozenset()
         self._begin(StepCallee(settings.loss_fn, settings.model), options, progress)
@@ -101,19 +103,18 @@ class TrainingStep(Planned):
     def _answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given, structure = flatten_inputs(args, kwargs)
         tensors = check_tensors(structure, given)
-        with self._lock:
+        with self._lock, written_back(given, tensors):
             if self._processes is not None and self._batches == 0:
                 self._processes.share_buffers(self.model)
             result = self._run(structure, tensors)
             self._batches = (self._batches + 1) % self._step.accumulate
             if self._processes is not None and self._batches == 0:
                 self._update_together(self._processes)
-        write_back(given, tensors)
         return result
 
     def _update_together(self, processes: Processes) -> None:
         """The update, with the mean of all processes' gradients."""
-        processes.average([self._step.state.sums[name] for name in sorted(self._trained)])
+        processes.average(self._step.state.exchanged(self._trained))
         nothing, structure = flatten_inputs((), {})
         self._updating = True
         try:
@@ -126,7 +127,7 @@ class TrainingStep(Planned):
             if self._step.state.shape() != self._shape:
                 self._begin_anew(_OTHER_STATE)
             return self._eager(structure, tensors)
-        last = self._last.get(self._phase()) if self._follow() else None
+        last = self._last.get(self._part()) if self._follow() else None
         quickly = None if last is None else last.plan_for(structure, tensors)
         prepared = quickly or self._prepared.get(self._signature(structure, tensors))
         if prepared is not None and prepared.watch.unchanged():
@@ -153,7 +154,7 @@ class TrainingStep(Planned):
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
         self._leave()
         if prepared is not quickly:
-            self._last[self._phase()] = LastStep(prepared, structure, tensors)
+            self._last[self._part()] = LastStep(prepared, structure, tensors)
         return result
 
     def _refuse_other_parts(self, trained: frozenset[str]) -> None:
@@ -191,8 +192,8 @@ class TrainingStep(Planned):
         if self._step.checks_finite and self._skipped():
             self._batches = 0  # its step is over
             raise FloatingPointError(
-                "gradients of this step are not finite; weights and the optimizer's state are as they "
-                "were before it"
+                "the loss or gradients of this step are not finite; weights, buffers and the "
+                "optimizer's state are as they were before it"
             )
 
     def _phase(self) -> Phase:
@@ -208,7 +209,12 @@ class TrainingStep(Planned):
         return "last batch" if self._batches == last else "further batch"
 
     def _signature(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Signature:
-        return replace(super()._signature(structure, tensors), phase=self._phase())
+        phase, trained = self._part()
+        return replace(super()._signature(structure, tensors), phase=phase, trained=trained)
+
+    def _part(self) -> tuple[Phase, frozenset[str]]:
+        """Which part of a step is due, and what an update without a batch is of."""
+        return self._phase(), self._trained if self._updating else frozenset()
 
     def prepare(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Self:
         """Make the plan for batches like this one now. Nothing is trained by it."""
@@ -252,8 +258,11 @@ class TrainingStep(Planned):
         args, kwargs = unflatten_inputs(structure, self._at_home(tensors))
         members = [member for member in step.state.members if member.parameter.requires_grad]
         parameters: dict[str, torch.Tensor] = {member.name: member.parameter for member in members}
-        live = {t: v for t, s in step.state.sources().items() if (v := s.tensor()) is not None}
-        buffers = [(b, b.clone()) for b in step.model.buffers()] if step.checks_finite else []
+        held = {t: v for t, s in step.state.sources().items() if (v := s.tensor()) is not None}
+        live = dict(held)
+        for target, value in kept_aside(phase, live).items():
+            live[target].copy_(value)
+        before = to_put_back(step, phase, live)
         result: Any = None
         if phase != "update":
             with torch.enable_grad():
@@ -261,6 +270,7 @@ class TrainingStep(Planned):
                 weighed = step.weighed(loss, live.get("scaler._scale"))
                 weighed.backward()  # type: ignore[no-untyped-call]
             result = step.results(loss, rest)
+            live |= step.infinite(phase, loss, live)
         with torch.no_grad():
             if phase == "update":
                 for name in self._trained:
@@ -276,21 +286,22 @@ class TrainingStep(Planned):
             else:
                 new |= {f"sum.{name}": gradient for name, gradient in found.items()}
             for target, value in new.items():
-                if value is not live[target]:
-                    live[target].copy_(value)
-        if phase in _UPDATING and step.rule is None and not self._skipped():
-            step.optimizer.step()
-        if step.checks_finite and self._skipped():
-            for buffer, old in buffers:
-                buffer.copy_(old)
-        self._refuse_infinite()
+                if value is not held[target]:
+                    held[target].copy_(value)
+            if before and self._skipped():
+                for target, value in before.items():
+                    held[target].copy_(value)
+        if phase in _UPDATING:
+            if step.rule is None and not self._skipped():
+                step.optimizer.step()
+            self._refuse_infinite()
         return result
 
     # ------------------------------------------------------------ preparing
 
     def _prepare(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Prepared | None:
         try:
-            with attributes_kept([self.model]):
+            with attributes_kept([self.model], self._callee.values):
                 return super()._prepare(structure, tensors)
         except CountsApartError as found:
             self._begin_anew("parameters have made different numbers of steps", found.parts)
@@ -411,7 +422,12 @@ class TrainingStep(Planned):
             rule,
             keeps_gradients=keeps,
             accumulates=settings.accumulate > 1 or self._processes is not None,
-            signals=["norm"] * (settings.clip_norm is not None) + ["skipped"] * may_skip,
+            signals=[
+                *["norm"] * (settings.clip_norm is not None),
+                *["skipped"] * may_skip,
+                *["infinite"] * settings.check_finite,
+            ],
+            puts_back=settings.check_finite,
             scaling=scaling,
             parts=parts,
         )

@@ -30,11 +30,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from torch_nimble.capture import Captured
 from torch_nimble.capture.failure import origin
-from torch_nimble.errors import LoweringError
+from torch_nimble.errors import LoweringError, first_line
 from torch_nimble.kernels.sites import Siblings, Site
 from torch_nimble.lower.aten import Lowered
 from torch_nimble.lower.constants import Split, split_constants
-from torch_nimble.lower.inductor.following import Wrapper, empty_like, first_line, record
+from torch_nimble.lower.inductor.following import Wrapper, empty_like, record
 from torch_nimble.lower.inductor.workers import (
     KNOWN_VERSIONS,
     cache_folder,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torch_nimble.errors import LoweringError, PlanError
+from torch_nimble.errors import LoweringError, PlanError, first_line
 from torch_nimble.lower.trace import Kernel, Recorder, Recording
 from torch_nimble.taskgraph import BufferKind
 
@@ -265,9 +265,3 @@ def _variant(config: Any) -> str:
 def empty_like(tensor: torch.Tensor) -> torch.Tensor:
     """One of the same shape and strides that begins its own memory."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-
-
-def first_line(reason: BaseException) -> str:
-    """What an error says, without the rest."""
-    lines = str(reason).strip().splitlines()
-    return lines[0] if lines else ""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from torch_nimble.lower.inductor.following import first_line
+from torch_nimble.errors import first_line
 
 log = logging.getLogger("torch_nimble")
 

@@ -2,6 +2,8 @@
 
 `find_sites` looks for convolutions of images and for products of few rows with matrices, constant ones,
 and for what can be part of their kernel: an activation before, a tensor to add, an activation after.
+Convolutions in groups that are not depthwise, those that make several channels of each, transposed ones,
+those of lines and of volumes, and those that pad one side more than the other are the library's.
 
 Graphs need not be functional: a value is read at another time than before only if nobody writes anything
 in between. A tensor is added inside of a kernel only if the convolution depends on it anyway. Otherwise
@@ -24,7 +26,7 @@ from torch_nimble.lower.passes.layout import keeps_layouts
 from torch_nimble.lower.passes.unfold import is_folded
 
 _aten = torch.ops.aten
-CONVOLUTIONS = frozenset([_aten.conv2d.default, _aten.convolution.default])
+CONVOLUTIONS = frozenset([_aten.conv2d.default, _aten.conv2d.padding, _aten.convolution.default])
 _ACTIVATIONS = {
     _aten.relu.default: "relu",
     _aten.relu_.default: "relu",
@@ -125,7 +127,10 @@ class _Search:
         dtype = str(image.dtype).removeprefix("torch.")
         if not (is_depthwise or groups == 1) or dtype not in DTYPES or result.dtype != image.dtype:
             return None
-        window = Window((size[2], size[3]), _pair(stride), _pair(padding), _pair(dilation))
+        padding = _padding(padding, size[2:], _pair(dilation))
+        if padding is None:
+            return None
+        window = Window((size[2], size[3]), _pair(stride), padding, _pair(dilation))
         images, channels, height, width = image.shape
         return Site(
             image=(images, channels, height, width),
@@ -240,6 +245,16 @@ def _arguments(node: fx.Node) -> tuple[Any, ...]:
         return (*given[:6], 0 if is_transposed else groups)
     given += usual[len(given) :] if len(given) < len(usual) else []
     return (*given[:6], given[6] if len(given) > 6 else 1)
+
+
+def _padding(padding: Any, kernel: Sequence[int], dilation: tuple[int, int]) -> tuple[int, int] | None:
+    """In numbers, which may be given by a word; None for more on one side than on the other."""
+    if not isinstance(padding, str):
+        return _pair(padding)
+    if padding == "valid":
+        return 0, 0
+    rows, columns = (step * (side - 1) for step, side in zip(dilation, kernel, strict=True))
+    return None if rows % 2 or columns % 2 else (rows // 2, columns // 2)
 
 
 def is_addressable(*shapes: Sequence[int]) -> bool:

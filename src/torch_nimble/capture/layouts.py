@@ -1,0 +1,58 @@
+"""Whether what a call writes depends on how its inputs lie in memory.
+
+`x.contiguous()` is `x` itself or a copy of it, and `x.reshape(-1)` is a view or a copy: what is written
+to the result is then written to the input, or not. A trace shows one of the two. Code that decides so
+is found by watching a call of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from torch_nimble.capture.isolation import IN_PLACE
+
+_DECIDE = frozenset(["contiguous", "flatten", "ravel", "reshape", "reshape_as", "to", "type", "type_as"])
+
+
+class WritesByLayout(TorchFunctionMode):
+    """Notes whether code writes what may be an input, or a copy of it, by the input's layout."""
+
+    def __init__(self, inputs: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._memory = set(map(_storage, inputs))
+        self._decided: set[int] = set()
+        self.found = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        named, name = kwargs or {}, getattr(func, "__name__", "")
+        written = [*args[:1]] if IN_PLACE.fullmatch(name) or named.get("inplace") is True else []
+        out = named.get("out")
+        written += out if isinstance(out, list | tuple) else [out]
+        if any(_storage(item) in self._decided for item in written if _is_strided(item)):
+            self.found = True
+        result = func(*args, **named)
+        if name in _DECIDE and _is_strided(result) and _is_strided(args[0]):
+            given = _storage(args[0])
+            if given in self._memory:
+                self._memory.add(_storage(result))
+                self._decided |= {given, _storage(result)}
+        return result
+
+
+def _is_strided(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address
