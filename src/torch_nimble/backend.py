@@ -11,6 +11,7 @@ which and why.
 
 from __future__ import annotations
 
+import logging
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,8 @@ from torch_nimble.lower.trace import Recording
 from torch_nimble.options import Options, disabled_by_environment
 from torch_nimble.taskgraph import TaskGraph
 from torch_nimble.tree import Leaf
+
+log = logging.getLogger("torch_nimble")
 
 _MODES = {
     None: {},
@@ -78,6 +81,7 @@ def _schedule(compiled: Any, static: frozenset[int], options: Options) -> Callab
 
 
 def _say(reason: BaseException | str) -> None:
+    log.info("a graph runs as Inductor compiled it, without streams: %s", reason)
     warnings.warn(
         f"a graph runs as Inductor compiled it, without streams: {reason}", NimbleWarning, stacklevel=3
     )

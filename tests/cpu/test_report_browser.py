@@ -136,7 +136,9 @@ def open_page(browser: Any, address: Callable[[str], str]) -> Iterator[Callable[
         tab.on("dialog", lambda dialog: (said.append(dialog.message), dialog.dismiss()))
         tab.goto(address(name))
         opened.append((tab, said, address(name)))
-        return Page(tab)
+        page = Page(tab)
+        page.until("views.every((view) => view.width > 0)")  # on a busy machine it is not drawn at once
+        return page
 
     yield open_
     for tab, said, where in opened:
