@@ -61,9 +61,9 @@ def compile(
     memory_limit: on a GPU, the most bytes that a plan may take for activations, inputs, results and
         workspaces; plans that need more do not take part. By default a plan on several streams may
         take a third more than the plan on one, the weights counted in.
-    tune: on a GPU, try kernels of our own for each convolution and small linear layer, and take the
-        fastest. `"fast"` tries the three likeliest, `"full"` all there are, `"off"` none. What was found
-        is kept on disk.
+    tune: on a GPU, try kernels of our own for convolutions of images and small linear layers, and take
+        the fastest. `"fast"` tries the two or three likeliest ways, `"full"` all there are, `"off"`
+        none. What was found is kept on disk; `"fast"` takes what `"full"` found there before.
     progress: is told each stage of preparation as it begins, and of how many kinds of layers kernels
         have been tried.
     """

@@ -77,15 +77,29 @@ check_some(*map(ast.literal_eval, sys.argv[1:]))
 """
 
 
+HERE = Path(__file__).parent
+PLAIN = HERE / "plain"
+"""Where a stand-in for Triton is."""
+
+
 def checking(
-    device: str, precisions: Sequence[Precision], start: int, step: int, every: int, **environment: str
+    device: str,
+    precisions: Sequence[Precision],
+    start: int,
+    step: int,
+    every: int,
+    first: Sequence[Path] = (),
+    **environment: str,
 ) -> subprocess.Popen[str]:
-    """A process that does `check_some`; whether kernels are interpreted, its environment says."""
+    """A process that does `check_some`; it imports from these places first.
+
+    Whether kernels are interpreted, its environment says.
+    """
     given = [device, [tuple(precision) for precision in precisions], start, step, every]
-    places = [str(Path(__file__).parents[1]), *sys.path]
+    places = [*map(str, first), str(HERE.parent), *sys.path]
     return subprocess.Popen(
         [sys.executable, "-c", CHECK, *map(repr, given)],
-        env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(places)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment, "PYTHONPATH": os.pathsep.join(places)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

@@ -407,6 +407,7 @@ def test_a_site_that_is_there_several_times_is_tried_once(tried: Tried) -> None:
 
 
 def test_more_effort_tries_again_and_less_takes_what_it_found(tried: Tried) -> None:
+    """A layer has one answer on a machine: the one for which most was tried."""
     a, b = site(8), site(9)
     fast = tuning.tune([a, b], CPU, "fast")
     full = tuning.tune([a], CPU, "full")

@@ -1,4 +1,4 @@
-"""The fastest kernel for every convolution and small linear layer, found out by running candidates.
+"""The fastest kernel for each layer that ours can carry out, found out by running candidates.
 
 Candidates of a site are compiled by several processes at once, held against float64 on random inputs,
 where they may not do much worse than torch does, and timed side by side in interleaved rounds. A sample
@@ -12,7 +12,7 @@ A layer by itself is not one among others: a sample has the same kernel before a
 times are by some percent those of another. So less than that decides nothing. Ours has to be clearly
 faster than the library, and of ours that are about equally fast the simpler one wins: one kernel before
 one that sums in parts and another that adds these up, and then the one that wins more often elsewhere,
-which is tried first. So more effort changes a choice only where it finds something clearly faster.
+which is tried first. So more effort changes a choice only for what is clearly faster, or simpler.
 
 What was found is kept on disk by device, versions and flags, so that a machine tunes a site once for
 models of either size. What more effort has found counts for less effort, too: there is one answer for a
