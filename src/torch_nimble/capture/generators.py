@@ -143,6 +143,6 @@ def refusing_frozen_draws(callee: Callee) -> Iterator[None]:
             if drawn:
                 raise CaptureError(
                     f"{callee.name} ({callee.location}) {what} in its forward; the draw would be "
-                    "frozen into the plan. Use torch's random functions, or eval() if it is only drawn in "
-                    "training, or pass what is drawn as a tensor"
+                    "frozen into the plan. Use torch's random functions, or eval() if it is drawn in "
+                    "training only, or pass what is drawn as a tensor"
                 )
