@@ -60,8 +60,8 @@ _BRANCH = (
 )
 _LENGTHS = (
     "it uses an operator whose results have shapes that depend on values, so it has no static graph. "
-    "Use torch.where instead of boolean indices, padding and a mask instead of packed sequences, or leave "
-    "that part uncompiled"
+    "Use torch.where instead of boolean indices, padding and a mask instead of packed sequences, or "
+    "leave that part uncompiled"
 )
 _DYNAMIC = (
     "it makes a Python number or a shape from the values of a tensor, which a static plan cannot. "
