@@ -107,6 +107,12 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str, Loss, Loss | None]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile() switches these checks off, for good."""
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_code_that_looks_at_values_is_refused_with_its_line_and_a_remedy_that_works(case: str) -> None:
     make, remedy, loss_fn, instead = CASES[case]
