@@ -4,7 +4,7 @@
     python examples/train_cifar10.py --epochs 10 --data path/to/cifar-10-batches-py --resume last.pt
 
 Without --data it makes pictures of its own, of the same size and with classes that can be learnt. A run
-that was resumed goes on with the schedule it had.
+that was resumed goes on with the schedule it had, and with the batches that it would have had.
 """
 
 import argparse
@@ -98,7 +98,8 @@ def main() -> None:
 
     step = nimble.compile_step(loss_fn, model, optimizer)
     for epoch in range(first, options.epochs):
-        order = torch.randperm(len(images), device=options.device)
+        shuffled = torch.randperm(len(images), generator=torch.Generator().manual_seed(epoch))
+        order = shuffled.to(options.device)
         total, right = torch.zeros((), device=options.device), 0
         for rows in track(order.split(options.batch), f"epoch {epoch + 1}", console=console):
             loss, hits = step(images[rows], classes[rows])  # forward, backward, update: one plan

@@ -73,6 +73,7 @@ class Planned(ABC):
     _closed: bool
     _changes: int
     _disabled: bool
+    _fewer_shapes = "use batch_sizes="
 
     def _begin(self, callee: Callee, options: Options, progress: Progress) -> None:
         if not callable(progress):
@@ -167,7 +168,7 @@ class Planned(ABC):
         if count >= most:
             self._fall_back(
                 f"{most} input signatures are prepared already, which is max_graphs",
-                f"raise max_graphs, use batch_sizes=, or pad inputs to fewer shapes; "
+                f"raise max_graphs, {self._fewer_shapes}, or pad inputs to fewer shapes; "
                 f"first without a plan: {signature}; prepared: {known_shapes}",
             )
             return None

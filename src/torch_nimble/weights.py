@@ -38,7 +38,8 @@ _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _DATA_PTR = torch.Tensor.data_ptr
 
 
-def _count_optimizer_step(*_: object) -> None:
+def count_optimizer_step(*_: object) -> None:
+    """Called after every step of every optimizer."""
     _optimizer_steps[0] += 1
 
 
@@ -47,7 +48,7 @@ def watch_optimizers() -> None:
     global _hooked
     if not _hooked:
         _hooked = True
-        register_optimizer_step_post_hook(_count_optimizer_step)
+        register_optimizer_step_post_hook(count_optimizer_step)
 
 
 _hooked = False

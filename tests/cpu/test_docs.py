@@ -7,8 +7,10 @@ import re
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import torch_nimble
 from torch_nimble.bench import command, record, tables
@@ -40,6 +42,42 @@ def test_the_examples_run(
             raise
         pytest.skip(str(left.code))
     assert capsys.readouterr().out
+
+
+def test_training_that_is_resumed_has_the_curve_of_one_that_was_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example = ROOT / "examples" / "train_cifar10.py"
+    briefly = ["--made", "64", "--batch", "32", "--epochs", "2", "--device", "cpu"]
+
+    def epochs(*more: str) -> list[str]:
+        monkeypatch.setattr(sys, "argv", [str(example), *briefly, *more])
+        runpy.run_path(str(example), run_name="__main__")
+        return re.findall("epoch .: loss .*", capsys.readouterr().out)
+
+    whole = epochs()
+    assert len(whole) == 2
+    first = _after_one_epoch(example, briefly, tmp_path, monkeypatch)
+    capsys.readouterr()
+    assert epochs("--resume", str(first)) == whole[1:]
+
+
+def _after_one_epoch(
+    example: Path, briefly: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """The checkpoint of a run of two epochs that was stopped after one."""
+    saved, usual = folder / "first.pt", torch.save
+
+    def save_and_stop(*args: Any) -> None:
+        usual(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", save_and_stop)
+    monkeypatch.setattr(sys, "argv", [str(example), *briefly, "--checkpoint", str(saved)])
+    with pytest.raises(KeyboardInterrupt):
+        runpy.run_path(str(example), run_name="__main__")
+    monkeypatch.setattr(torch, "save", usual)
+    return saved
 
 
 RECORD = ROOT / "benchmarks" / "results"

@@ -131,6 +131,36 @@ def test_random_numbers_of_torchs_are_reproduced() -> None:
     twins.check_training([text(seed) for seed in range(4)])
 
 
+RANDOM: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout": lambda y: F.dropout(y.transpose(0, 1), 0.5),
+    "dropout, permuted": lambda y: F.dropout(y.permute(2, 0, 1), 0.5),
+    "dropout, in place": lambda y: F.dropout((y + 1).transpose(0, 1), 0.5, inplace=True),
+    "dropout of a part": lambda y: F.dropout(y[:, ::2], 0.5),
+    "dropout of one row": lambda y: F.dropout(y[:1].expand(4, 5, 8), 0.5),
+    "bernoulli_": lambda y: y.mT * torch.empty_like(y.mT).bernoulli_(0.5),
+    "uniform_": lambda y: y.mT * torch.empty_like(y.mT).uniform_(0.5, 1.5),
+    "exponential_": lambda y: y.mT * torch.empty_like(y.mT).exponential_(2.0),
+    "contiguous": lambda y: F.dropout(y, 0.5),
+}
+
+
+@pytest.mark.parametrize("kind", RANDOM)
+def test_random_numbers_are_drawn_in_eagers_order_however_tensors_lie(kind: str) -> None:
+    made = RANDOM[kind]
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8).double()
+    twins = Twins(model, sgd, lambda m, x: made(m(x)).square().mean(), strict=True)
+    given = [(torch.randn(4, 5, 8, dtype=torch.float64),) for _ in range(3)]
+    twins.check_training(given)
+
+
+def test_encoder_layers_have_plans_with_their_default_dropout() -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True).double().train()
+    twins = Twins(model, adam, lambda m, x: m(x).square().mean(), strict=True)
+    twins.check_training([(torch.randn(4, 5, 8, dtype=torch.float64),) for _ in range(3)])
+
+
 # ------------------------------------------------------------ what a call leaves for the next
 
 

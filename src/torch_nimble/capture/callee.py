@@ -53,6 +53,9 @@ class Callee:
         """Named values that calls may use."""
         self._contents = Contents(self.values)
         self.modules = _modules_among(self.reached)
+        for known, module in self.modules.items():
+            if module is not target:
+                _refuse_optimized(known, module)
         self.watched: Iterable[nn.Module] = tuple(self.modules.values())
         """Modules whose attributes calls may read."""
         self.asked: dict[int, nn.Parameter] = {}
@@ -147,11 +150,24 @@ def refuse_compiled(target: Any) -> None:
                     f"{what} is a {type(module).__name__}, which cannot be compiled; compile the module "
                     "that it was scripted or traced from"
                 )
-            if hasattr(module, "_orig_mod") and hasattr(module, "dynamo_ctx"):
+            if _is_optimized(module):
                 raise OptionError(
                     f"{what} was given to torch.compile() already; compile the module that it was "
                     "made of (._orig_mod), or use torch.compile(backend='nimble')"
                 )
+
+
+def _is_optimized(module: nn.Module) -> bool:
+    return hasattr(module, "_orig_mod") and hasattr(module, "dynamo_ctx")
+
+
+def _refuse_optimized(name: str, root: nn.Module) -> None:
+    """OptionError for a module that code has by this name, and that torch.compile() has made."""
+    if any(map(_is_optimized, root.modules())):
+        raise OptionError(
+            f"{name!r}, which the function uses, was given to torch.compile(), or a part of it was; use "
+            "the module that it was made of (._orig_mod)"
+        )
 
 
 def _traceable(target: Any) -> Callable[..., Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import re
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,47 @@ _NETWORKS = f"{Path(__file__).parents[1] / 'zoo'}/"
 _STDLIB = str(Path(traceback.__file__).parent)
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 
+_KNOWN = (
+    (
+        "nn/modules/transformer.py",
+        "_detect_is_causal_mask",
+        "torch's transformer layers look whether the mask is a causal one. Tell them: is_causal=True "
+        "beside a causal mask, is_causal=False beside another (tgt_is_causal= in nn.Transformer)",
+    ),
+    (
+        "distributions/",
+        "",
+        "torch.distributions looks whether the values are valid. Give the distribution "
+        "validate_args=False, or call torch.distributions.Distribution.set_default_validate_args(False)",
+    ),
+    (
+        "nn/functional.py",
+        "gaussian_nll_loss",
+        "gaussian_nll_loss looks whether a variance is negative. Write the formula: "
+        "0.5 * (var.log() + (input - target).square() / var).mean(), var clamped from below",
+    ),
+    (
+        "nn/modules/batchnorm.py",
+        "forward",
+        "batch norm with momentum=None makes a number of the batches it has counted. Give it a momentum",
+    ),
+    (
+        "_higher_order_ops/effects.py",
+        "handle_effects",
+        "torch.linalg looks whether the matrices are valid. Take the function that does not look: "
+        "solve_ex, inv_ex, cholesky_ex, and the first of what it returns",
+    ),
+)
+"""Frames of torch's own, by file and function, with what to do if they cannot be traced."""
 _BRANCH = (
     "its control flow or a shape depends on the value of a tensor, so it has no static graph. "
     "Use torch.where or torch.cond, move that line out of the compiled function, or compile the "
     "submodules before and after it"
+)
+_LENGTHS = (
+    "it uses an operator whose results have shapes that depend on values, so it has no static graph. "
+    "Use torch.where instead of boolean indices, padding and a mask instead of packed sequences, or "
+    "leave that part uncompiled"
 )
 _DYNAMIC = (
     "it makes a Python number or a shape from the values of a tensor, which a static plan cannot. "
@@ -51,8 +89,13 @@ _FOREIGN = (
 def explain_failure(callee: Callee, reason: BaseException) -> CaptureError:
     """The error to raise for what torch.export raised."""
     line = _user_line(reason) or callee.location
+    known = _known_cause(reason) if _is_of_values(reason) else ""
+    if known:
+        return CaptureError(f"cannot capture {callee.name}: at {line}: {known}")
     if "DataDependent" in type(reason).__name__ or "data-dependent" in str(reason):
         return CaptureError(f"cannot capture {callee.name}: at {line}: {_BRANCH}")
+    if "DynamicOutputShape" in type(reason).__name__:
+        return CaptureError(f"cannot capture {callee.name}: at {line} ({reason}): {_LENGTHS}")
     if isinstance(reason, NumberError):
         return CaptureError(f"cannot capture {callee.name}: at {line}: {_NUMBER}")
     if isinstance(reason, UnseenError):
@@ -108,14 +151,39 @@ def _is_users(filename: str) -> bool:
     return "site-packages" in filename or not filename.startswith(_STDLIB)
 
 
-def _user_line(reason: BaseException | None) -> str:
-    """The innermost line outside torch and this package, through all causes."""
+def _is_of_values(reason: BaseException) -> bool:
+    """Whether it failed because values are not known yet."""
+    kinds = ("DataDependent", "NumberError", "UnseenError")
+    return any(
+        any(kind in type(one).__name__ for kind in kinds) or "Could not find a token" in str(one)
+        for one in _causes(reason)
+    )
+
+
+def _causes(reason: BaseException | None) -> Iterator[BaseException]:
     while reason is not None:
-        frames = traceback.extract_tb(reason.__traceback__)
+        yield reason
+        reason = reason.__cause__ or reason.__context__
+
+
+def _known_cause(reason: BaseException) -> str:
+    """What to do where code of torch's own is known not to be traceable; empty elsewhere."""
+    frames = [frame for one in _causes(reason) for frame in traceback.extract_tb(one.__traceback__)]
+    for place, function, remedy in _KNOWN:
+        beginning = str(Path(torch.__file__).parent / place)
+        for frame in frames:
+            if frame.filename.startswith(beginning) and function in ("", frame.name):
+                return remedy
+    return ""
+
+
+def _user_line(reason: BaseException) -> str:
+    """The innermost line outside torch and this package, through all causes."""
+    for one in _causes(reason):
+        frames = traceback.extract_tb(one.__traceback__)
         own = [frame for frame in frames if _is_users(frame.filename)]
         if own:
             frame = own[-1]
             code = linecache.getline(frame.filename, frame.lineno or 0).strip()
             return f"{frame.filename}:{frame.lineno} in {frame.name}: `{code}`"
-        reason = reason.__cause__ or reason.__context__
     return ""

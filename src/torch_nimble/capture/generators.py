@@ -132,14 +132,17 @@ def refusing_frozen_draws(callee: Callee) -> Iterator[None]:
         python, array = random.getstate(), str(numpy.random.get_state())
         own = OwnGenerators(callee)
         yield
-        for name, drawn in (
-            ("Python's module 'random'", random.getstate() != python),
-            ("Python's module 'numpy.random'", str(numpy.random.get_state()) != array),
-            *((f"a {kind} of its own", True) for kind in own.drawn()),
+        modules = {
+            "random": random.getstate() != python,
+            "numpy.random": str(numpy.random.get_state()) != array,
+        }
+        for what, drawn in (
+            *((f"draws from Python's module {name!r}", drawn) for name, drawn in modules.items()),
+            *((f"draws from a {kind} of its own", True) for kind in own.drawn()),
         ):
             if drawn:
                 raise CaptureError(
-                    f"{callee.name} ({callee.location}) draws from {name} in its "
-                    "forward; the draw would be frozen into the plan. Use torch's random functions, "
-                    "or eval() if it is only drawn in training, or pass what is drawn as a tensor"
+                    f"{callee.name} ({callee.location}) {what} in its forward; the draw would be "
+                    "frozen into the plan. Use torch's random functions, or eval() if it is drawn in "
+                    "training only, or pass what is drawn as a tensor"
                 )

@@ -19,6 +19,7 @@ from torch import nn
 
 from torch_nimble.capture import MODEL_LOCK, AutocastState, Callee, Captured, StandIn
 from torch_nimble.capture.failure import explain_failure
+from torch_nimble.capture.filling import FillsAsItLies
 from torch_nimble.capture.generators import refusing_frozen_draws
 from torch_nimble.capture.isolation import (
     Assigned,
@@ -217,7 +218,7 @@ class StepAdapter:
         with torch.enable_grad(), replaced(step.model, {**buffers, **leaves}):
             assignments = Assignments(self.callee)
             with AutocastState.entered(self._autocast):
-                with Others(known), NumbersRefused(known), by_other_ways:
+                with Others(known), FillsAsItLies(), NumbersRefused(known), by_other_ways:
                     loss, rest = step.losses(args, kwargs)
                 weighed = step.weighed(loss, state.get("scaler._scale"))
             results, self.output_structure = flatten_output(step.results(loss, rest))

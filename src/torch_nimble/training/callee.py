@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from torch_nimble.capture import Callee, Source
+from torch_nimble.errors import InputError
 
 
 class StepCallee(Callee):
@@ -33,6 +34,15 @@ class StepCallee(Callee):
         """Buffers of other networks, too, such as the statistics of their batch norms."""
         others = [module for module in self._roots.values() if module is not self._roots["model"]]
         return [*super().bound_tensors, *(buffer for module in others for buffer in module.buffers())]
+
+    def refuse_sparse(self) -> None:
+        """InputError for tensors beside the model that are not dense."""
+        for tensor in self.bound_tensors:
+            if tensor.layout is not torch.strided or tensor.is_nested:
+                raise InputError(
+                    f"the loss function ({self.location}) uses {described_tensor(tensor)} with the "
+                    f"layout {tensor.layout}; only dense tensors are supported: use its to_dense()"
+                )
 
     def tensors_beside(self, state: Sequence[torch.Tensor]) -> dict[int, Source]:
         """Where tensors of modules live that a step may read beside its state, by their ids."""

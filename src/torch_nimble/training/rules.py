@@ -13,6 +13,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from torch_nimble.weights import count_optimizer_step
 
 Tensors = Mapping[str, torch.Tensor]
 Group = Mapping[str, Any]
@@ -149,6 +152,16 @@ def oddities(group: Group) -> tuple[bool, ...]:
     return bool(group.get("differentiable")), bool(group.get("dampening"))
 
 
+def hook_tables(optimizer: torch.optim.Optimizer) -> list[dict[int, Any]]:
+    """Hooks on its step, and on the steps of all optimizers."""
+    return [
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        _global_optimizer_pre_hooks,
+        _global_optimizer_post_hooks,
+    ]
+
+
 def rule_of(optimizer: torch.optim.Optimizer) -> tuple[Rule | None, str]:
     """The rule of an optimizer; None, and why, if its update cannot be part of a plan."""
     kind = type(optimizer)
@@ -163,6 +176,9 @@ def rule_of(optimizer: torch.optim.Optimizer) -> tuple[Rule | None, str]:
             return None, f"dampening={group['dampening']} makes the first step another than the rest"
         if rule.real_only and any(parameter.is_complex() for parameter in group["params"]):
             return None, f"{kind.__name__} has another formula for complex parameters"
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    if any(hook is not count_optimizer_step for t in hook_tables(optimizer) for hook in t.values()):
         return None, "hooks on its step have to be called"
+    own_step = vars(optimizer).get("step")
+    if own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched"):
+        return None, "its step was replaced by another function, which has to be called"
     return rule, ""

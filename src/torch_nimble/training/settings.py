@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from torch_nimble.capture.callee import refuse_compiled
@@ -65,6 +66,12 @@ def check_settings(settings: Settings) -> None:
         )
     if settings.scaler is not None and not isinstance(settings.scaler, torch.amp.GradScaler):
         raise OptionError(f"scaler must be a GradScaler, not {type(settings.scaler).__name__}")
+    lazy = [name for name, p in model.named_parameters() if is_lazy(p)]
+    if lazy:
+        raise InputError(
+            f"the parameter {lazy[0]!r} has no shape yet; call the model once with a batch, and make "
+            "the optimizer after that"
+        )
     if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
         raise InputError("no parameter of the optimizer requires grad; there is nothing to train")
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from torch_nimble.capture import Source
 from torch_nimble.errors import CaptureError, InputError
-from torch_nimble.training.rules import Rule, oddities
+from torch_nimble.training.rules import Rule, hook_tables, oddities
 from torch_nimble.training.scaling import Scaling
 
 _NUMBER = torch.float64
@@ -208,8 +208,7 @@ class StepState:
     def tables(self) -> list[dict[Any, Any]]:
         """What the caller's optimizer keeps its state in."""
         optimizer = self._optimizer
-        hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-        return [optimizer.state, *optimizer.state.values(), *hooks]
+        return [optimizer.state, *optimizer.state.values(), *hook_tables(optimizer)]
 
     def marks(self) -> tuple[Any, ...]:
         """What can change without any table being touched: cheap to make, and equal if nothing did."""
@@ -219,7 +218,15 @@ class StepState:
         scaling = () if self._scaling is None else self._scaling.settings()
         wanted = [(*map(id, group["params"]), *map(_WANTS_GRAD, group["params"])) for group in groups]
         # A checkpoint that is loaded brings another table.
-        return id(self._optimizer.state), wanted, switches, scaling, list(map(_VERSION, self._steps()))
+        step = vars(self._optimizer).get("step")
+        return (
+            id(self._optimizer.state),
+            step,
+            wanted,
+            switches,
+            scaling,
+            list(map(_VERSION, self._steps())),
+        )
 
     def _steps(self) -> list[torch.Tensor]:
         """The step counts that stand in the optimizer, as far as ours are made of them."""
@@ -434,6 +441,6 @@ def refuse_sparse(model: nn.Module) -> None:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise CaptureError(
                 f"{name or 'the model'} is an {type(module).__name__} with sparse=True, whose gradient "
-                "cannot be kept for this optimizer, for keep_grads or for further batches; use "
-                "sparse=False, or SGD without these"
+                "cannot be kept for this optimizer, for keep_grads or for further batches, nor be "
+                "clipped or looked at; use sparse=False, or SGD without these"
             )

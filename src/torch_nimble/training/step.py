@@ -37,7 +37,7 @@ from torch_nimble.training.settings import (
     refuse_hooks,
     refuse_shared_memory,
 )
-from torch_nimble.training.state import CountsApartError, StepState
+from torch_nimble.training.state import CountsApartError, StepState, refuse_sparse
 from torch_nimble.tree import Node, flatten_inputs, unflatten_inputs
 from torch_nimble.weights import ModuleWatch
 
@@ -48,6 +48,8 @@ _OTHER_STATE = "the optimizer, its settings or the parameters that it has were c
 
 class TrainingStep(Planned):
     """A training step with prepared plans: `loss = step(*batch)`; see `compile_step()`."""
+
+    _fewer_shapes = "drop the last short batch of an epoch (drop_last=True)"
 
     def __init__(self, settings: Settings, options: Options, progress: Progress) -> None:
         check_settings(settings)
@@ -316,6 +318,9 @@ class TrainingStep(Planned):
 
     def _adapter(self, structure: Node, signature: Signature) -> StepAdapter:
         assert isinstance(self._callee, StepCallee)
+        self._callee.refuse_sparse()
+        if self._step.may_skip or self._step.clip_norm is not None:
+            refuse_sparse(self.model)
         phase = self._phase()
         trained = self._trained if phase == "update" else frozenset()
         made = StepAdapter(self._callee, self._step, structure, signature.autocast, phase, trained)
