@@ -768,7 +768,9 @@ def test_the_short_way_of_a_call_is_taken_for_calls_like_the_one_before_and_no_o
         quick = fast._quick
         assert quick is not None
         quick._index = -1  # of tensors of the host
-        quick._signature = replace(quick._signature, flags=numeric_flags())
+        quick._signature = replace(
+            quick._signature, flags=numeric_flags(), autocast_dtype=torch.get_autocast_dtype("cuda")
+        )
 
         def is_taken(*args: Any, **kwargs: Any) -> bool:
             return quick(args, kwargs) is not MISS
