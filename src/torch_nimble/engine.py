@@ -105,15 +105,16 @@ class Engine(ModelFace, Planned):
         assert batching is not None
         size = batching.batch_of(tensors)
         target = batching.target(size)
-        key = self._signature(structure, tensors)
         if not self._prepared and size > 0:
-            self._padding(key, structure, tensors, lambda: self._prepare_batches(structure, tensors))
+            first = self._signature(structure, tensors)
+            self._padding(first, structure, tensors, lambda: self._prepare_batches(structure, tensors))
         if target is None or target == size:
             return self._call(structure, tensors)
         padded = batching.resized(tensors, size, target)
         known = self._prepared.get(self._signature(structure, padded))
         if known is not None:
             self._take_in_weights(known)  # changed weights may make the rows influence each other
+        key = self._signature(structure, tensors)
         if key not in batching.trusted:
             self._padding(
                 key, structure, tensors, lambda: self._try_padding(key, structure, tensors, target)

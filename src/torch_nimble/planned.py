@@ -306,12 +306,12 @@ class Planned(ABC):
         if home is None:
             devices = self._modules_watch.devices() or {tensor.device for tensor in tensors}
             found = ", ".join(sorted(map(str, devices)))
-            if found:
-                reason, remedy = f"lie on several devices ({found})", "move them to one device"
-                self._fall_back(f"the model's tensors {reason}", remedy)
-            else:
+            reason = f"the model's tensors lie on several devices ({found})"
+            remedy = "move them to one device"
+            if not devices:
                 reason = "neither the model nor its inputs have a tensor that says where to run"
-                self._fall_back(reason, "pass a tensor that lies there")
+                remedy = "pass a tensor that lies there"
+            self._fall_back(reason, remedy)
             return None
         if home not in self._devices:
             self._devices[home] = device_for(home)

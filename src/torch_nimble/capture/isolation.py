@@ -18,7 +18,6 @@ from typing import Any
 import numpy
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from torch_nimble.capture.callee import Callee
@@ -404,7 +403,8 @@ def examples(tensors: Iterable[torch.Tensor], beside: Iterable[torch.Tensor] = (
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    return not is_lazy(tensor) and tensor.layout is torch.strided and tensor.numel() > 0
+    is_plain = type(tensor) in (torch.Tensor, nn.Parameter)
+    return is_plain and tensor.layout is torch.strided and tensor.numel() > 0
 
 
 def _may_overlap_itself(tensor: torch.Tensor) -> bool:
