@@ -60,7 +60,7 @@ def compile(
         engine, with whatever inputs, overwrites them: copy what you keep.
     memory_limit: on a GPU, the most bytes that a plan may take for activations, inputs, results and
         workspaces; plans that need more do not take part. By default a plan on several streams may
-        take a third more than the plan on one, the weights counted in.
+        take 1.4 times what the plan on one takes, the weights counted in, or 64 MiB more.
     tune: on a GPU, try kernels of our own for convolutions of images and small linear layers, and take
         the fastest. `"fast"` tries the two or three likeliest ways, `"full"` all there are, `"off"`
         none. What was found is kept on disk; `"fast"` takes what `"full"` found there before.

@@ -13,14 +13,14 @@ belong to the caller. On a GPU a call like the one before takes a shorter way (q
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from torch_nimble.batching import Batching
 from torch_nimble.capture import Adapter, Callee, generators_kept
-from torch_nimble.errors import NimbleError, OptionError
+from torch_nimble.errors import InputError, NimbleError, OptionError
 from torch_nimble.execute.cuda import CudaExecutable
 from torch_nimble.face import ModelFace
 from torch_nimble.options import Options
@@ -116,8 +116,9 @@ class Engine(ModelFace, Planned):
         assert batching is not None
         size = batching.batch_of(tensors)
         target = batching.target(size)
-        if not self._prepared:
-            self._prepare_batches(structure, tensors)
+        if not self._prepared and size > 0:
+            first = self._signature(structure, tensors)
+            self._padding(first, structure, tensors, lambda: self._prepare_batches(structure, tensors))
         if target is None or target == size:
             return self._call(structure, tensors)
         padded = batching.resized(tensors, size, target)
@@ -126,7 +127,9 @@ class Engine(ModelFace, Planned):
             self._take_in_weights(known)  # changed weights may make the rows influence each other
         key = self._signature(structure, tensors)
         if not batching.is_known(key, tensors):
-            self._try_padding(key, structure, tensors, target)
+            self._padding(
+                key, structure, tensors, lambda: self._try_padding(key, structure, tensors, target)
+            )
         if key in batching.unsuitable:
             self._fall_back(
                 f"batch {size} cannot be padded to {target}: {batching.unsuitable[key]}",
@@ -134,6 +137,26 @@ class Engine(ModelFace, Planned):
             )
             return self._eager(structure, tensors)
         return batching.cut(self._call(structure, padded), target, size)
+
+    def _padding(
+        self,
+        key: Signature,
+        structure: Node,
+        tensors: Sequence[torch.Tensor],
+        prepare: Callable[[], None],
+    ) -> None:
+        """Prepare for padded batches of a kind, unless the model refuses them only when padded."""
+        assert self._batching is not None
+        if key in self._batching.unsuitable:
+            return
+        try:
+            prepare()
+        except InputError:
+            if self._why_refused(self._adapter(structure, key), self._at_home(tensors)) is not None:
+                raise
+            self._batching.unsuitable[key] = (
+                "the model refuses it then; another input than the batches may be as long as one"
+            )
 
     def _try_padding(
         self, key: Signature, structure: Node, tensors: Sequence[torch.Tensor], target: int
@@ -192,6 +215,10 @@ class Engine(ModelFace, Planned):
         assert batching is not None
         self._check_call(structure, tensors)
         size = batching.batch_of(tensors)
+        if size == 0:
+            raise InputError(
+                "the batch is empty, so batch_sizes= has no row to repeat; prepare with one row or more"
+            )
         for target in reversed(batching.sizes):  # each next one finds room where the one before has
             self._prepare(structure, batching.resized(tensors, size, target))
 

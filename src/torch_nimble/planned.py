@@ -22,6 +22,7 @@ from torch_nimble.capture import (
     Callee,
     Traceable,
     generators_kept,
+    refuse_unmade,
     values_kept,
 )
 from torch_nimble.devices import Device, RefusedError, device_for
@@ -238,15 +239,23 @@ class Planned(ABC):
         self, adapter: Traceable, tensors: Sequence[torch.Tensor], error: CaptureError
     ) -> NoReturn:
         """Raise for a model that could not be captured; InputError if eager refuses the inputs too."""
+        reason = self._why_refused(adapter, tensors)
+        if reason is not None:
+            raise refused_by_model(self._callee.name, tensors, reason) from reason
+        raise error
+
+    @staticmethod
+    def _why_refused(adapter: Traceable, tensors: Sequence[torch.Tensor]) -> Exception | None:
+        """What the model itself says of these inputs, None if it takes them; nothing is changed."""
+        callee = adapter.callee
         try:
-            callee = adapter.callee
             with generators_kept(callee), values_kept(callee.bound_tensors), callee.numbers_kept():
                 adapter.eager([tensor.clone() for tensor in tensors], lambda _, p: p.clone())
         except CaptureError:
-            raise error from None
+            return None
         except Exception as reason:
-            raise refused_by_model(self._callee.name, tensors, reason) from reason
-        raise error
+            return reason
+        return None
 
     def _signature(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Signature:
         home = self._home(tensors)
@@ -264,6 +273,7 @@ class Planned(ABC):
     def _check_call(self, structure: Node, tensors: Sequence[torch.Tensor]) -> None:
         args, kwargs = unflatten_inputs(structure, tensors)
         self._callee.check_arguments(tuple(args), kwargs)
+        refuse_unmade(self._callee)
         home = self._home(tensors)
         if home is None or home.type != "cuda":
             check_devices(structure, tensors, home if self._modules_watch.devices() else None)
@@ -319,9 +329,12 @@ class Planned(ABC):
         if home is None:
             devices = self._modules_watch.devices() or {tensor.device for tensor in tensors}
             found = ", ".join(sorted(map(str, devices)))
-            self._fall_back(
-                f"the model's tensors lie on several devices ({found})", "move them to one device"
-            )
+            reason = f"the model's tensors lie on several devices ({found})"
+            remedy = "move them to one device"
+            if not devices:
+                reason = "neither the model nor its inputs have a tensor that says where to run"
+                remedy = "pass a tensor that lies there"
+            self._fall_back(reason, remedy)
             return None
         if home not in self._devices:
             self._devices[home] = device_for(home)

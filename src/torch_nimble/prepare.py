@@ -113,7 +113,9 @@ def prepare(
     # autocast is entered where the model is called, and nowhere else.
     kept = adapter.callee.numbers_kept()
     with torch.inference_mode(False), torch.no_grad(), autocast_off(), device.running(), kept:
-        given = examples(tensors)
+        roots = adapter.callee.watched
+        held = (t for root in roots for t in (*root.parameters(), *root.buffers()))
+        given = examples(tensors, held)
         choice, notes = None, list[Candidate]()
         try:
             choice = _prepare(device, adapter, given, options, folded, stages, notes)

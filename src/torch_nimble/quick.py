@@ -19,6 +19,7 @@ from torch_nimble.execute.cuda import CudaExecutable
 from torch_nimble.flags import PROFILER, profiled_here
 from torch_nimble.prepared import Prepared
 from torch_nimble.signature import tensor_keys
+from torch_nimble.transforms import transforming
 from torch_nimble.tree import Leaf, Node, flatten_inputs, unflatten_output
 
 MISS: Final = object()
@@ -97,7 +98,7 @@ class QuickCall:
             if structure != self._structure:
                 return MISS
         index = self._index
-        if len(tensors) != self._count or _forks[0] != self._forks:
+        if len(tensors) != self._count or _forks[0] != self._forks or transforming():
             return MISS
         if profiled_here() or PROFILER._is_profiler_enabled:
             return MISS

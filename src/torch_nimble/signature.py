@@ -12,6 +12,7 @@ import torch
 from torch_nimble.capture import AutocastState
 from torch_nimble.errors import InputError
 from torch_nimble.flags import flags_on
+from torch_nimble.transforms import is_transformed, transforming
 from torch_nimble.tree import Leaf, Node, Static, Structure, argument_names, child_labels, input_paths
 
 TensorKey = tuple[tuple[int, ...], torch.dtype, torch.device]
@@ -83,8 +84,11 @@ def tensor_keys(
 def check_tensors(structure: Node, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors, lazily conjugated or negated ones resolved.
 
-    InputError for what no plan can take: inputs that want gradients, or are not dense.
+    InputError for what no plan can take: inputs that want gradients, or are not dense, or are those of
+    a transform.
     """
+    if transforming():
+        _refuse_transformed(structure, tensors)
     for i, tensor in enumerate(tensors):
         if tensor.requires_grad and torch.is_grad_enabled():
             raise InputError(
@@ -99,6 +103,16 @@ def check_tensors(structure: Node, tensors: Sequence[torch.Tensor]) -> list[torc
                 "supported: pass x.to_dense() or a padded tensor"
             )
     return [t.resolve_conj().resolve_neg() if t.is_conj() or t.is_neg() else t for t in tensors]
+
+
+def _refuse_transformed(structure: Node, tensors: Sequence[torch.Tensor]) -> None:
+    for i, tensor in enumerate(tensors):
+        if is_transformed(tensor):
+            raise InputError(
+                f"{input_paths(structure)[i]} is a tensor of a transform of torch.func (vmap, grad, "
+                "jvp, …) or has a forward-mode derivative, which a plan would not carry through: "
+                "transform the model itself; a function that uses vmap inside may be compiled"
+            )
 
 
 def share_memory(tensors: Sequence[torch.Tensor]) -> bool:

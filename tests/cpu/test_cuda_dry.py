@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.nn.attention
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import torch_nimble as nimble
 from cpu.helpers import assert_close, assert_equal, eager, randomise_batch_norm
@@ -768,7 +769,9 @@ def test_the_short_way_of_a_call_is_taken_for_calls_like_the_one_before_and_no_o
         quick = fast._quick
         assert quick is not None
         quick._index = -1  # of tensors of the host
-        quick._signature = replace(quick._signature, flags=flags_on("cuda"))
+        quick._signature = replace(
+            quick._signature, flags=flags_on("cuda"), autocast_dtype=torch.get_autocast_dtype("cuda")
+        )
 
         def is_taken(*args: Any, **kwargs: Any) -> bool:
             return quick(args, kwargs) is not MISS
@@ -793,6 +796,12 @@ def test_the_short_way_of_a_call_is_taken_for_calls_like_the_one_before_and_no_o
             assert not is_taken(x)
         finally:
             torch.set_default_dtype(torch.float32)
+        assert is_taken(x)
+        with forward_ad.dual_level():
+            assert not is_taken(x)
+        taken = []
+        torch.vmap(lambda row: (taken.append(is_taken(x)), row)[1])(x)
+        assert taken == [False]
         assert is_taken(x)
         with torch.no_grad():
             model[0].weight.add_(1)

@@ -596,6 +596,19 @@ def test_a_deque_that_is_returned_keeps_its_longest_length() -> None:
         assert fast(X).maxlen == 5
 
 
+class Attributes(dict[str, Any]):
+    """Whose entries are its attributes."""
+
+    def __init__(self, **entries: Any) -> None:
+        super().__init__(entries)
+        self.__dict__ = self
+
+
+def test_a_dict_may_be_its_own_attributes() -> None:
+    with nimble.compile(lambda given: given.x * 2, strict=True) as fast:
+        assert torch.equal(fast(Attributes(x=X)), X * 2)
+
+
 @dataclass
 class Batch:
     x: Tensor

@@ -11,6 +11,7 @@ from torch import fx
 from torch_nimble.capture.callee import Callee
 from torch_nimble.capture.failure import origin
 from torch_nimble.errors import CaptureError
+from torch_nimble.transforms import unwrapped
 
 _aten = torch.ops.aten
 _MAY_WRITE = getattr(torch.Tag, "maybe_aliasing_or_mutating", None)
@@ -109,7 +110,7 @@ def _memory_of(node: fx.Node) -> Any:
     """Equal for values of the same memory, as they were traced."""
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-        return value.untyped_storage()._cdata
+        return unwrapped(value).untyped_storage()._cdata
     return node
 
 

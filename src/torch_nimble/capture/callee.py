@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from torch_nimble.capture.imported import attributes_of_modules
 from torch_nimble.contents import COUNTED, Contents, same_value
-from torch_nimble.errors import InputError, OptionError
+from torch_nimble.errors import CaptureError, InputError, OptionError
 
 _PLAIN = (bool, int, float, complex, str)
 _NOT_FOLLOWED = ("torch", "torch_nimble")
@@ -154,6 +155,22 @@ def refuse_compiled(target: Any) -> None:
                 raise OptionError(
                     f"{what} was given to torch.compile() already; compile the module that it was "
                     "made of (._orig_mod), or use torch.compile(backend='nimble')"
+                )
+            if getattr(module, "_compiled_call_impl", None) is not None:
+                raise OptionError(
+                    f"{what} was given to torch.compile() already, by its method compile(); compile one "
+                    "on which it was not called, or use torch.compile(backend='nimble')"
+                )
+
+
+def refuse_unmade(callee: Callee) -> None:
+    """CaptureError if parameters or buffers of lazy modules have no shape yet."""
+    for module in callee.watched:
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if is_lazy(tensor):
+                raise CaptureError(
+                    f"{callee.name} ({callee.location}): {name!r} of a lazy module has no shape yet; "
+                    "call the model itself once with such inputs, and then the engine"
                 )
 
 

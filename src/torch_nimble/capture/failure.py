@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
+import logging
 import re
 import traceback
 from collections.abc import Iterator
@@ -20,6 +22,7 @@ from torch_nimble.errors import CaptureError
 _OWN = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/")
 _NETWORKS = f"{Path(__file__).parents[1] / 'zoo'}/"
 """Ours as well, but to be explained like a user's: their lines are what tasks come from."""
+_LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
 _STDLIB = str(Path(traceback.__file__).parent)
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 
@@ -86,6 +89,20 @@ _FOREIGN = (
 )
 
 
+@contextlib.contextmanager
+def torch_says_nothing() -> Iterator[None]:
+    """No stack traces in the log of what fails on fake tensors: our error says it."""
+    loggers = list(map(logging.getLogger, _LOGGERS))
+    before = [logger.disabled for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.disabled = True
+        yield
+    finally:
+        for logger, was_disabled in zip(loggers, before, strict=True):
+            logger.disabled = was_disabled
+
+
 def explain_failure(callee: Callee, reason: BaseException) -> CaptureError:
     """The error to raise for what torch.export raised."""
     line = _user_line(reason) or callee.location
@@ -107,13 +124,47 @@ def explain_failure(callee: Callee, reason: BaseException) -> CaptureError:
             f"cannot capture {callee.name}: a file could not be used: {reason}. If it is none of the "
             "model's, let TORCHINDUCTOR_CACHE_DIR name a folder that can be written"
         )
-    said = next((text for text in str(reason).splitlines() if text.strip()), "")
-    said = said.strip().rstrip(".")
     return CaptureError(
-        f"cannot capture {callee.name}: at {line}: {type(reason).__name__}: {said}. "
+        f"cannot capture {callee.name}: at {line}: {_said(reason)}. "
         "torch.export must be able to trace the model: change that line, or compile the submodules "
         "around it"
     )
+
+
+def explain_operator(node: fx.Node, reason: BaseException) -> CaptureError:
+    """The error to raise for an operator that torch could not run on tensors without values."""
+    place = f"cannot make tasks of {node.target}{_at(node)}"
+    if "DataDependent" in type(reason).__name__:
+        return CaptureError(f"{place}: {_DYNAMIC}")
+    return CaptureError(
+        f"{place}: torch cannot tell what it makes without running it ({_said(reason)}). Leave that "
+        "line out of the compiled function, or compile the submodules around it"
+    )
+
+
+def refuse_other_results(callee: Callee, graph: fx.Graph) -> None:
+    """CaptureError if a result is not a dense tensor."""
+    for node in graph.output_node().all_input_nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and (value.layout is not torch.strided or value.is_nested):
+            kind = "nested" if value.is_nested else str(value.layout)
+            line = origin(node) or callee.location
+            raise CaptureError(
+                f"cannot capture {callee.name}: at {line} ({node.target}): its result has the layout "
+                f"{kind}; a plan returns dense tensors only. Return x.to_dense(), or make it of a dense "
+                "result outside"
+            )
+
+
+def _at(node: fx.Node) -> str:
+    line = origin(node)
+    return f" at {line}" if line else ""
+
+
+def _said(reason: BaseException) -> str:
+    """The kind of an error and the first line of what it says."""
+    said = next((text for text in str(reason).splitlines() if text.strip()), "")
+    return f"{type(reason).__name__}: {said.strip().rstrip('.')}"
 
 
 def refuse_dynamic(callee: Callee, graph: fx.Graph) -> None:

@@ -13,7 +13,7 @@ Place = tuple[str, dict[str, Any], str]
 """A name for people, the table of a module, the key in it."""
 _NAMES = frozenset(["LOAD_GLOBAL", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_NAME"])
 _ATTRIBUTES = frozenset(["LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR"])
-_BETWEEN = frozenset(["COPY", "DUP_TOP"])  # of what is read and written: settings.count += 1
+_BETWEEN = frozenset(["COPY", "DUP_TOP", "EXTENDED_ARG"])  # the first two in settings.count += 1
 
 
 _LEFT_OUT = frozenset(["torch", "torch_nimble", *sys.stdlib_module_names])

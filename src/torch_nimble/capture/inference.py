@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
 import operator
 import sys
 import threading
@@ -31,7 +30,12 @@ from torch_nimble.capture.aliases import (
 )
 from torch_nimble.capture.callee import Callee
 from torch_nimble.capture.depthwise import DepthwiseByTorch
-from torch_nimble.capture.failure import explain_failure, refuse_dynamic
+from torch_nimble.capture.failure import (
+    explain_failure,
+    refuse_dynamic,
+    refuse_other_results,
+    torch_says_nothing,
+)
 from torch_nimble.capture.fastpaths import PaddingSkipped, has_fast_paths
 from torch_nimble.capture.generators import refusing_frozen_draws
 from torch_nimble.capture.isolation import (
@@ -153,6 +157,7 @@ def capture(adapter: Adapter, tensors: Sequence[torch.Tensor], *, functional: bo
     except Exception as reason:
         raise explain_failure(callee, reason) from reason
     refuse_dynamic(callee, program.graph)
+    refuse_other_results(callee, program.graph)
     return _normalised(adapter, program)
 
 
@@ -390,13 +395,7 @@ def _source(adapter: Adapter, program: torch.export.ExportedProgram, target: str
 def _quiet() -> Iterator[None]:
     """No warnings about torch.export's own insides; what it prints about a failure is dropped."""
     printed = io.StringIO()
-    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    was_disabled = logger.disabled
-    try:
-        logger.disabled = True
-        with warnings.catch_warnings(), contextlib.redirect_stderr(printed):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.disabled = was_disabled
+    with warnings.catch_warnings(), torch_says_nothing(), contextlib.redirect_stderr(printed):
+        warnings.simplefilter("ignore")
+        yield
     sys.stderr.write(printed.getvalue())

@@ -344,15 +344,17 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
-def examples(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def examples(tensors: Iterable[torch.Tensor], beside: Iterable[torch.Tensor] = ()) -> list[torch.Tensor]:
     """Example inputs as a graph may be made for: each dense where it lies, none sharing memory.
 
     torch.export merges inputs that are the same tensor, and a layout in which elements share an
-    address cannot be written to; a later call need not repeat either.
+    address cannot be written to; a later call need not repeat either. Nor need it share memory with
+    what is `beside` the inputs. A parameter is taken for the tensor that it is.
     """
-    seen: set[int] = set()
+    seen = {tensor.untyped_storage().data_ptr() for tensor in beside if _has_memory(tensor)}
     made = []
-    for tensor in tensors:
+    for given in tensors:
+        tensor = given.detach() if isinstance(given, nn.Parameter) else given
         memory = tensor.untyped_storage().data_ptr()
         if _may_overlap_itself(tensor):
             made.append(tensor.detach().contiguous())
@@ -365,6 +367,11 @@ def examples(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
             made.append(tensor)
         seen.add(memory)
     return made
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    is_plain = type(tensor) in (torch.Tensor, nn.Parameter)
+    return is_plain and tensor.layout is torch.strided and tensor.numel() > 0
 
 
 def _may_overlap_itself(tensor: torch.Tensor) -> bool:

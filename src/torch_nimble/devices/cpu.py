@@ -73,7 +73,7 @@ class CpuDevice(Device):
         measured: dict[int, Lowered] = {}
 
         def entry(make: Callable[[TaskGraph], Plan], streams: int) -> Entry:
-            threads = max(1, cores // min(streams, cores))
+            threads = max(1, cores // max(1, min(streams, cores)))
             if threads not in measured:
                 graph = measure_tasks(trial, threads)
                 measured[threads] = dataclasses.replace(lowered, graph=graph)

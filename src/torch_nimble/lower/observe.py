@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from torch_nimble.capture import Captured
+from torch_nimble.capture.failure import explain_operator, torch_says_nothing
 from torch_nimble.regions import Region
 from torch_nimble.taskgraph import Buffer, BufferKind
 
@@ -45,7 +46,7 @@ def observe(
     def resolve(value: Any) -> Any:
         return fx.node.map_arg(value, lambda node: fakes[node])
 
-    with mode, torch.no_grad():
+    with torch_says_nothing(), mode, torch.no_grad():
         for node in nodes:
             if node.op == "placeholder":
                 source = captured.constants.get(node.name)
@@ -63,7 +64,10 @@ def observe(
                 if key in seen:
                     fakes[node] = _of_its_own(seen[key])
                     continue
-                fakes[node] = node.target(*args, **kwargs)
+                try:
+                    fakes[node] = node.target(*args, **kwargs)
+                except Exception as reason:
+                    raise explain_operator(node, reason) from reason
                 if key is not None and _is_new(fakes[node], args):
                     seen[key] = fakes[node]
                 if copy and len(node.all_input_nodes) > 1 and not mutated_arguments(node):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from torch_nimble.capture.failure import torch_says_nothing
 from torch_nimble.errors import LoweringError, PlanError, first_line
 from torch_nimble.lower.trace import Kernel, Recorder, Recording
 from torch_nimble.taskgraph import BufferKind
@@ -56,7 +57,7 @@ def record(
             for name, value in given.items()
         ]
     try:
-        with mode, recorder, torch.no_grad():
+        with torch_says_nothing(), mode, recorder, torch.no_grad():
             results = _call(function, arguments)
     except LoweringError:
         raise
