@@ -152,8 +152,10 @@ class Engine(ModelFace, Planned):
         try:
             prepare()
         except InputError:
-            if self._why_refused(self._adapter(structure, key), self._at_home(tensors)) is not None:
-                raise
+            with self._lock:
+                adapter = self._adapter(structure, key)
+                if self._why_refused(adapter, self._at_home(tensors)) is not None:
+                    raise
             self._batching.unsuitable[key] = (
                 "the model refuses it then; another input than the batches may be as long as one"
             )

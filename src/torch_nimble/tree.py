@@ -172,7 +172,8 @@ def _flatten(value: Any, tensors: list[torch.Tensor], path: str, side: _Side) ->
         names = getattr(value, "_fields", ())
         children = tuple(_flatten(v, tensors, f"{path}[{i}]", side) for i, v in enumerate(value))
         side.more(value, (), path)
-        return Node(kind, tuple(names), children, getattr(value, "maxlen", None))
+        longest = value.maxlen if isinstance(value, collections.deque) else None
+        return Node(kind, tuple(names), children, longest)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = _fields(kind)
         children = tuple(

@@ -545,6 +545,35 @@ def test_a_plan_lasts_while_an_imported_module_stays_as_it_is(imported: Any) -> 
         assert fast.plan is plan
 
 
+def test_a_loss_follows_what_it_reads_of_an_imported_module(imported: Any) -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return (model(x) * settings.factors).pow(2).mean() * settings.scale
+
+    def losses(compiled: bool) -> list[float]:
+        torch.manual_seed(0)
+        model, x = nn.Linear(2, 2), torch.randn(3, 2)
+        settings.factors, settings.scale = torch.ones(2), 2.0
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        step = nimble.compile_step(loss, model, optimizer)
+        found = []
+        for change in (lambda: None, lambda: setattr(settings, "scale", 5.0), factors_halved):
+            change()
+            if compiled:
+                found.append(step(x).item())
+                continue
+            optimizer.zero_grad()
+            value = loss(model, x)
+            value.backward()
+            optimizer.step()
+            found.append(value.item())
+        return found
+
+    def factors_halved() -> None:
+        settings.factors = torch.full((2,), 0.5)
+
+    assert losses(compiled=True) == pytest.approx(losses(compiled=False), rel=1e-5)
+
+
 def test_a_number_that_is_counted_in_an_imported_module_is_refused_and_put_back(imported: Any) -> None:
     def counts(x: Tensor) -> Tensor:
         settings.scale += 1.0
@@ -589,6 +618,20 @@ def test_a_deque_keeps_its_longest_length(longest: int | None) -> None:
         for length in (longest, 2):
             given = deque([X], length)
             assert torch.equal(fast(given), added(given))
+
+
+class Text(NamedTuple):
+    """With a field that has the name of an attribute of deques."""
+
+    tokens: Tensor
+    maxlen: Tensor
+
+
+def test_a_field_may_be_called_as_the_longest_length_of_a_deque() -> None:
+    with nimble.compile(lambda text: text.tokens * text.maxlen, strict=True) as fast:
+        for x in (X, X + 1):
+            assert torch.equal(fast(Text(x, X)), x * X)
+        assert len(fast.explain().to_dict()["signatures"]) == 1
 
 
 def test_a_deque_that_is_returned_keeps_its_longest_length() -> None:
