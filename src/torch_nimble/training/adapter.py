@@ -34,6 +34,7 @@ from torch_nimble.capture.traced import (
     batch_target,
     noticing_checkpoints,
     trace,
+    used_in_another_way,
 )
 from torch_nimble.capture.ways import NumbersRefused, StandIns
 from torch_nimble.errors import CaptureError, InputError
@@ -226,7 +227,7 @@ class StepAdapter:
             found = torch.autograd.grad(weighed, [*leaves.values(), *others.values()], allow_unused=True)
             with torch.no_grad():
                 results, _ = assignments.settle(results)
-        self._refuse_gradients(dict(zip(others, found[len(leaves) :], strict=True)))
+        self._refuse_gradients(others, found[len(leaves) :])
         gradients = {n: g for n, g in zip(leaves, found, strict=False) if g is not None}
         self.updated = frozenset(gradients)
         if step.keeps_gradients or not self.updates:
@@ -255,10 +256,14 @@ class StepAdapter:
                 others[f"{described_tensor(tensor)} ({len(others) + 1})"] = tensor
         return others
 
-    @staticmethod
-    def _refuse_gradients(found: Mapping[str, torch.Tensor | None]) -> None:
-        """CaptureError if backward() would leave gradients in tensors that are not the model's."""
-        reached = [name for name, gradient in found.items() if gradient is not None]
+    def _refuse_gradients(self, others: Tensors, found: Sequence[torch.Tensor | None]) -> None:
+        """CaptureError if backward() would leave gradients in tensors that are no stand-ins."""
+        pairs = zip(others, found, strict=True)
+        reached = [name for name, gradient in pairs if gradient is not None]
+        own = {id(member.parameter): member.name for member in self._step.state.members}
+        ours = [own[id(others[name])] for name in reached if id(others[name]) in own]
+        if ours:
+            raise CaptureError(used_in_another_way(ours[0]))
         if reached:
             more = f" and {len(reached) - 3} more" if len(reached) > 3 else ""
             raise CaptureError(
@@ -437,7 +442,7 @@ class StepAdapter:
 
         Some layers give other results where somebody looks, so that is done once if nothing is found.
         """
-        if self._looked is not None and not (self._looked.used or self._looked.learnable):
+        if self._looked is not None and not self._looked.used:
             yield self._looked
             return
         self._looked = StandIns(stand_ins)
