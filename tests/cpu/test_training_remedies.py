@@ -217,7 +217,7 @@ def test_what_is_refused_works_in_eager_afterwards() -> None:
 
     model = mlp()
     step = nimble.compile_step(loss_fn, model, sgd(model))
-    with pytest.raises(nimble.CaptureError):
+    with pytest.raises(nimble.CaptureError, match="must be traceable as one"):
         step(*rows())
     loss_fn(model, *rows()).backward()
     assert model[0].weight.grad is not None

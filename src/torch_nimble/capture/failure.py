@@ -109,8 +109,7 @@ def explain_failure(callee: Callee, reason: BaseException) -> CaptureError:
     said = said.strip().rstrip(".")
     return CaptureError(
         f"cannot capture {callee.name}: at {line}: {type(reason).__name__}: {said}. "
-        "torch.export must be able to trace the model: change that line, or compile the submodules "
-        "around it"
+        f"{callee.if_untraceable}"
     )
 
 
