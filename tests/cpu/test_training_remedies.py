@@ -203,3 +203,21 @@ def test_hooks_for_all_optimizers_are_called() -> None:
     twins.train([rows(4)])
     assert called.count(True) == 2
     twins.check()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_refused_works_in_eager_afterwards() -> None:
+    """torch.cond goes through Dynamo, which remembers code that it could not look into."""
+
+    def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        loss: Tensor = torch.cond(
+            x.sum() > 0, lambda z: z.square().mean(), lambda z: z.abs().mean(), (model(x) - y,)
+        )
+        return loss
+
+    model = mlp()
+    step = nimble.compile_step(loss_fn, model, sgd(model))
+    with pytest.raises(nimble.CaptureError, match="must be traceable as one"):
+        step(*rows())
+    loss_fn(model, *rows()).backward()
+    assert model[0].weight.grad is not None

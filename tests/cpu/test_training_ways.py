@@ -153,6 +153,28 @@ def test_views_of_parameters_made_before_are_refused() -> None:
         step(*rows())
 
 
+def test_parameters_given_to_functions_of_ones_own_are_refused() -> None:
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, weight: Tensor) -> Tensor:
+            return weight * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            return gradient * 2
+
+    model = mlp()
+    weights = list(model.parameters())
+    step = nimble.compile_step(
+        lambda m, x, y: mse(m, x, y) + Doubled.apply(weights[0]).sum(), model, sgd(model)
+    )
+    with pytest.raises(nimble.CaptureError, match=r"'0\.weight', or its memory, in a way"):
+        step(*rows())
+    assert weights[0].grad is None
+    twins = Twins(mlp(), sgd, lambda m, x, y: mse(m, x, y) + Doubled.apply(m[0].weight).sum())
+    twins.check_training(batches(3))
+
+
 # ------------------------------------------------------------ writes
 
 

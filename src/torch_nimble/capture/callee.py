@@ -41,6 +41,12 @@ _CODE = (
 class Callee:
     """The model as the engine sees it: how to call it, its modules, its name."""
 
+    if_untraceable = (
+        "torch.export must be able to trace the model: change that line, or compile the submodules "
+        "around it"
+    )
+    """What to do where nothing better is known."""
+
     def __init__(self, target: Any) -> None:
         if isinstance(target, type) or not callable(target):
             what = target.__name__ if isinstance(target, type) else f"a {type(target).__name__}"

@@ -125,9 +125,7 @@ def explain_failure(callee: Callee, reason: BaseException) -> CaptureError:
             "model's, let TORCHINDUCTOR_CACHE_DIR name a folder that can be written"
         )
     return CaptureError(
-        f"cannot capture {callee.name}: at {line}: {_said(reason)}. "
-        "torch.export must be able to trace the model: change that line, or compile the submodules "
-        "around it"
+        f"cannot capture {callee.name}: at {line}: {_said(reason)}. {callee.if_untraceable}"
     )
 
 

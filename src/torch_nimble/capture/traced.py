@@ -211,11 +211,15 @@ def _refuse_own(module: fx.GraphModule, sources: Mapping[str, Source]) -> None:
     for node in module.graph.find_nodes(op="get_attr"):
         tensor = getattr(module, str(node.target))
         if isinstance(tensor, torch.Tensor) and tensor.numel() and _memory(tensor) in own:
-            raise CaptureError(
-                f"the step uses {own[_memory(tensor)]!r}, or its memory, in a way that is not followed "
-                "(a view made before the step, or what an autograd.Function is given). Let it use "
-                "the model's own attribute"
-            )
+            raise CaptureError(used_in_another_way(own[_memory(tensor)]))
+
+
+def used_in_another_way(name: str) -> str:
+    """The message for a tensor of the model's that stands for nothing in the trace."""
+    return (
+        f"the step uses {name!r}, or its memory, in a way that is not followed (a view made before the "
+        "step, or what an autograd.Function is given). Let it use the model's own attribute"
+    )
 
 
 def _memory(tensor: torch.Tensor) -> int:

@@ -99,6 +99,11 @@ class NumbersRefused(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Dynamo, which torch.cond uses, would never again look into code that it meets in another."""
+        return True
+
     def __init__(self, followed: Collection[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._followed = followed

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -34,82 +32,35 @@ from torch_nimble.capture.traced import (
     batch_target,
     noticing_checkpoints,
     trace,
+    used_in_another_way,
 )
 from torch_nimble.capture.ways import NumbersRefused, StandIns
 from torch_nimble.errors import CaptureError, InputError
 from torch_nimble.lower.observe import draws_random
 from torch_nimble.training.callee import StepCallee, described_tensor
 from torch_nimble.training.rules import Rule
-from torch_nimble.training.scaling import Scaling
-from torch_nimble.training.state import CountsApartError, StepState, refuse_sparse
+from torch_nimble.training.state import CountsApartError, refuse_sparse
+from torch_nimble.training.whole import (
+    BEGINNING,
+    Phase,
+    Step,
+    Tensors,
+    all_finite,
+    clipped,
+    finish,
+    gradients_kept,
+    kept_aside,
+    to_put_back,
+    total_norm,
+    under,
+)
 from torch_nimble.tree import (
     Node,
     Structure,
     flatten_output,
     input_paths,
     unflatten_inputs,
-    unflatten_output,
 )
-
-LossFunction = Callable[..., Any]
-Phase = Literal["", "first batch", "further batch", "last batch", "update"]
-Tensors = Mapping[str, torch.Tensor]
-_BEGINNING = ("", "first batch")
-"""The parts of a step that begin it."""
-
-
-@dataclass(frozen=True, eq=False)
-class Step:
-    """What the caller trains: the loss, the model, the optimizer; and how."""
-
-    loss_fn: LossFunction
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    rule: Rule | None
-    """None if the optimizer is to make its step itself, from gradients that the plan leaves."""
-    state: StepState
-    keeps_gradients: bool
-    clip_norm: float | None
-    accumulate: int
-    scaling: Scaling | None
-    checks_finite: bool
-
-    @property
-    def may_skip(self) -> bool:
-        """Whether a step is left out where its gradients are not finite."""
-        return self.scaling is not None or self.checks_finite
-
-    def losses(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, Any]:
-        """The loss and whatever else the caller's function returns."""
-        result = self.loss_fn(self.model, *args, **kwargs)
-        loss, *rest = result if isinstance(result, tuple) else (result,)
-        if not isinstance(loss, torch.Tensor):
-            raise InputError(f"the loss must be a tensor of one element, not {type(loss).__name__}")
-        if loss.numel() != 1:
-            raise InputError(
-                f"the loss must have one element, and has the shape {tuple(loss.shape)}; take its mean()"
-            )
-        if not loss.requires_grad:
-            raise InputError("the loss does not depend on any parameter that requires grad")
-        return loss, tuple(rest)
-
-    def results(self, loss: torch.Tensor, rest: tuple[Any, ...]) -> Any:
-        """What the caller gets, none of it with a graph."""
-        tensors, structure = flatten_output((loss, *rest) if rest else loss)
-        return unflatten_output(structure, [tensor.detach() for tensor in tensors])
-
-    def infinite(self, phase: Phase, loss: torch.Tensor, state: Tensors) -> dict[str, torch.Tensor]:
-        """How many losses of this step were not finite, where somebody asks for it."""
-        if not self.checks_finite:
-            return {}
-        now = torch.logical_not(torch.isfinite(loss.detach())).float().sum()
-        return {"signal.infinite": now if phase in _BEGINNING else now + state["signal.infinite"]}
-
-    def weighed(self, loss: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        """The loss as it is differentiated: its share of the step's batches, scaled."""
-        if self.accumulate > 1:
-            loss = loss / self.accumulate
-        return loss if scale is None else loss * scale
 
 
 class StepAdapter:
@@ -202,7 +153,7 @@ class StepAdapter:
         the state by ways of its own, it gets the `stand_ins`.
         """
         step = self._step
-        own = _under("model", state)
+        own = under("model", state)
         if self._phase == "update":
             return [], self._put_back(
                 self._update_only(state, own), state, to_put_back(step, "update", state)
@@ -227,7 +178,7 @@ class StepAdapter:
             found = torch.autograd.grad(weighed, [*leaves.values(), *others.values()], allow_unused=True)
             with torch.no_grad():
                 results, _ = assignments.settle(results)
-        self._refuse_gradients(dict(zip(others, found[len(leaves) :], strict=True)))
+        self._refuse_gradients(others, found[len(leaves) :])
         gradients = {n: g for n, g in zip(leaves, found, strict=False) if g is not None}
         self.updated = frozenset(gradients)
         if step.keeps_gradients or not self.updates:
@@ -235,7 +186,7 @@ class StepAdapter:
         new = aside | {f"model.{name}": value for name, value in (buffers | leaves).items()}
         with torch.no_grad():
             new |= step.infinite(self._phase, loss, state)
-            if self._phase not in _BEGINNING:
+            if self._phase not in BEGINNING:
                 gradients = {n: g + state[f"sum.{n}"] for n, g in gradients.items()}
             if not self.updates:
                 new |= {f"sum.{name}": gradient for name, gradient in gradients.items()}
@@ -256,10 +207,14 @@ class StepAdapter:
                 others[f"{described_tensor(tensor)} ({len(others) + 1})"] = tensor
         return others
 
-    @staticmethod
-    def _refuse_gradients(found: Mapping[str, torch.Tensor | None]) -> None:
-        """CaptureError if backward() would leave gradients in tensors that are not the model's."""
-        reached = [name for name, gradient in found.items() if gradient is not None]
+    def _refuse_gradients(self, others: Tensors, found: Sequence[torch.Tensor | None]) -> None:
+        """CaptureError if backward() would leave gradients in tensors that are no stand-ins."""
+        pairs = zip(others, found, strict=True)
+        reached = [name for name, gradient in pairs if gradient is not None]
+        own = {id(member.parameter): member.name for member in self._step.state.members}
+        ours = [own[id(others[name])] for name in reached if id(others[name]) in own]
+        if ours:
+            raise CaptureError(used_in_another_way(ours[0]))
         if reached:
             more = f" and {len(reached) - 3} more" if len(reached) > 3 else ""
             raise CaptureError(
@@ -291,11 +246,11 @@ class StepAdapter:
 
     def _updates(self, state: Tensors, own: Tensors, gradients: Tensors) -> dict[str, torch.Tensor]:
         """What is done with the gradients of a whole step."""
-        step, new, signals = self._step, dict[str, torch.Tensor](), _under("signal", state)
+        step, new, signals = self._step, dict[str, torch.Tensor](), under("signal", state)
         if step.scaling is not None:
             unscaled = state["scaler._scale"].double().reciprocal().float()
             gradients = {name: gradient * unscaled for name, gradient in gradients.items()}
-        fine = _all_finite(gradients, state) if step.may_skip else None
+        fine = all_finite(gradients, state) if step.may_skip else None
         if "norm" in signals:
             norm = total_norm(gradients)
             new["signal.norm"] = norm.to(signals["norm"].dtype)
@@ -321,7 +276,7 @@ class StepAdapter:
         step, new, numbers = self._step, dict[str, torch.Tensor](), list[dict[str, torch.Tensor]]()
         used = {member.counter for member in step.state.members if member.name in gradients}
         for index, group in enumerate(step.state.counters):
-            now = dict(_under(f"group.{group}", state))
+            now = dict(under(f"group.{group}", state))
             if rule.counts_steps and index in used:
                 counter = f"counter.{index}"
                 new[counter] = state[counter] + 1
@@ -332,7 +287,7 @@ class StepAdapter:
                 updated, kept = rule.update(
                     own[member.name],
                     gradients[member.name],
-                    _under(f"optimizer.{member.name}", state),
+                    under(f"optimizer.{member.name}", state),
                     numbers[member.counter],
                     step.state.group(member),
                 )
@@ -373,7 +328,7 @@ class StepAdapter:
         if stand_in is not None:
             begun = {t: stand_in(t, after[t]) for t, v in held.items() if isinstance(v, nn.Parameter)}
             after |= {target: value.clone() for target, value in begun.items()}
-        own = _under("model", after)
+        own = under("model", after)
         trained = {m.name: own[m.name] for m in step.state.members if m.parameter.requires_grad}
         for parameter in trained.values():
             parameter.requires_grad_()
@@ -426,7 +381,7 @@ class StepAdapter:
             with torch.no_grad():
                 results, assigned = assignments.settle(results)
                 self.assigned |= assigned
-        if self._phase not in _BEGINNING:
+        if self._phase not in BEGINNING:
             for name, parameter in trained.items():
                 if parameter.grad is not None:
                     parameter.grad += state[f"sum.{name}"]
@@ -438,7 +393,7 @@ class StepAdapter:
 
         Some layers give other results where somebody looks, so that is done once if nothing is found.
         """
-        if self._looked is not None and not (self._looked.used or self._looked.learnable):
+        if self._looked is not None and not self._looked.used:
             yield self._looked
             return
         self._looked = StandIns(stand_ins)
@@ -459,88 +414,3 @@ class StepAdapter:
             if known:  # load_state_dict would make it the parameter's dtype
                 made.state[own[name]] = copy.deepcopy(known)
         return made
-
-
-@contextlib.contextmanager
-def gradients_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """What stands in `.grad` of these afterwards as it was, whatever backward() leaves there."""
-    before = [(tensor, tensor.grad) for tensor in tensors if tensor.is_leaf]
-    try:
-        for tensor, _ in before:
-            tensor.grad = None
-        yield
-    finally:
-        for tensor, gradient in before:
-            tensor.grad = gradient
-
-
-def finish(
-    step: Step, parameters: Tensors, optimizer: torch.optim.Optimizer, state: dict[str, torch.Tensor]
-) -> None:
-    """The rest of a step by PyTorch itself, from gradients that stand in the parameters.
-
-    What a plan would write beside parameters and the optimizer's own goes into `state`, by target.
-    """
-    given = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-    if step.scaling is not None:
-        unscaled = state["scaler._scale"].double().reciprocal().float()
-        for gradient in given.values():
-            gradient.mul_(unscaled)
-    if "signal.norm" in state:
-        state["signal.norm"] = total_norm(given).to(state["signal.norm"].dtype)
-    fine = bool(_all_finite(given, state)) if step.may_skip else True
-    if step.clip_norm is not None:
-        nn.utils.clip_grad_norm_(list(parameters.values()), step.clip_norm)
-    if step.keeps_gradients:
-        state |= {f"gradient.{name}": gradient for name, gradient in given.items()}
-    if step.may_skip:
-        state["signal.skipped"] = torch.tensor(not fine, device=state["signal.skipped"].device)
-    if step.scaling is not None:
-        state |= step.scaling.update(state, torch.logical_not(state["signal.skipped"]))
-    if step.rule is not None and fine:
-        optimizer.step()
-
-
-def kept_aside(phase: Phase, state: Tensors) -> dict[str, torch.Tensor]:
-    """Buffers as they are when a step of several batches begins, where that is wanted."""
-    names = _under("before", state) if phase == "first batch" else ()
-    return {f"before.{name}": state[f"model.{name}"].clone() for name in names}
-
-
-def to_put_back(step: Step, phase: Phase, state: Tensors) -> dict[str, torch.Tensor]:
-    """Buffers, such as the statistics of batch norm, that a step refused leaves as they were."""
-    if not step.checks_finite or phase in ("first batch", "further batch"):
-        return {}
-    if phase == "":
-        targets = [f"model.{name}" for name, _ in step.model.named_buffers()]
-        return {target: state[target].clone() for target in targets}
-    return {f"model.{name}": value for name, value in _under("before", state).items()}
-
-
-def _under(prefix: str, state: Tensors) -> dict[str, torch.Tensor]:
-    """The part of the state whose targets begin so, by the rest of their names."""
-    first = f"{prefix}."
-    return {target[len(first) :]: value for target, value in state.items() if target.startswith(first)}
-
-
-# ------------------------------------------------------------ gradients
-
-
-def total_norm(gradients: Tensors) -> torch.Tensor:
-    """The norm of all gradients as one vector, as `clip_grad_norm_` computes it."""
-    norms = [torch.linalg.vector_norm(gradient) for gradient in gradients.values()]
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    return norm
-
-
-def clipped(gradients: Tensors, norm: torch.Tensor, most: float) -> dict[str, torch.Tensor]:
-    """Scaled so that their norm as one vector is at most that, as `clip_grad_norm_` does it."""
-    factor = torch.clamp(most / (norm + 1e-6), max=1.0)
-    return {name: gradient * factor.to(gradient.dtype) for name, gradient in gradients.items()}
-
-
-def _all_finite(gradients: Tensors, state: Tensors) -> torch.Tensor:
-    """Whether all gradients are finite, and the losses if they were looked at."""
-    fine = torch.stack([torch.isfinite(gradient).all() for gradient in gradients.values()]).all()
-    infinite = state.get("signal.infinite")
-    return fine if infinite is None else fine & (infinite == 0)

@@ -16,6 +16,11 @@ from torch_nimble.errors import InputError
 class StepCallee(Callee):
     """The loss function, called with the model first."""
 
+    if_untraceable = (
+        "Forward, loss and backward must be traceable as one: change that line, or leave it out of "
+        "the step"
+    )
+
     def __init__(self, loss_fn: Callable[..., Any], model: nn.Module) -> None:
         super().__init__(functools.partial(loss_fn, model))
         others = {name: module for name, module in self.modules.items() if module is not model}

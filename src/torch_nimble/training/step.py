@@ -18,14 +18,7 @@ from torch_nimble.prepared import Prepared
 from torch_nimble.quick import LastStep
 from torch_nimble.signature import Signature, as_arguments, check_tensors, written_back
 from torch_nimble.touched import Tables
-from torch_nimble.training.adapter import (
-    Phase,
-    Step,
-    StepAdapter,
-    finish,
-    kept_aside,
-    to_put_back,
-)
+from torch_nimble.training.adapter import StepAdapter
 from torch_nimble.training.callee import StepCallee
 from torch_nimble.training.parallel import Processes
 from torch_nimble.training.rules import rule_of
@@ -38,6 +31,7 @@ from torch_nimble.training.settings import (
     refuse_shared_memory,
 )
 from torch_nimble.training.state import CountsApartError, StepState, refuse_sparse
+from torch_nimble.training.whole import Phase, Step, finish, kept_aside, to_put_back
 from torch_nimble.tree import Node, flatten_inputs, unflatten_inputs
 from torch_nimble.weights import ModuleWatch
 
