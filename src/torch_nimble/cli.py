@@ -18,7 +18,7 @@ from rich.logging import RichHandler
 
 import torch_nimble
 from torch_nimble.errors import NimbleError
-from torch_nimble.files import check_folder, check_writable, writing
+from torch_nimble.files import check_writable, writing
 
 app = typer.Typer(
     name="torch-nimble",
@@ -261,7 +261,6 @@ def bench(
         cudnn_benchmark=cudnn_benchmark,
         commit=commit,
     )
-    check_folder(out)
     entries = runner.run(wanted, console)
     if as_json:
         typer.echo(json.dumps({"record": str(out), "entries": entries}, indent=1))

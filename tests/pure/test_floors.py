@@ -266,7 +266,7 @@ def test_the_page_shows_where_measured_time_goes_and_its_floor() -> None:
 @pytest.mark.parametrize(
     ("device", "times", "words"),
     [
-        ("CPU, 2 threads", "measured", "the rates of CPU, 2 threads are not known"),
+        ("CPU, 2 threads", "measured", "the rates of this device (CPU, 2 threads) are not known"),
         (H200, "simulated", "times are simulated, not measured"),
         (H200, "estimated", "times are estimated, not measured"),
     ],

@@ -45,6 +45,7 @@ from torch_nimble.bench.systems import BY_NAME
 from torch_nimble.bench.training import STEPS
 from torch_nimble.bench.turns import Turns
 from torch_nimble.errors import OptionError
+from torch_nimble.files import check_folder
 from torch_nimble.targets import make_inputs, module_file
 
 log = logging.getLogger("torch_nimble")
@@ -92,6 +93,7 @@ class Wanted:
 def run(wanted: Wanted, console: Console) -> list[Json]:
     """Measure what is missing, adding each line to the record; all that was asked for comes back."""
     _check(wanted)
+    check_folder(wanted.out)
     known = [entry for file in files_of(wanted.out) if file.exists() for entry in parse(file)]
     done = {identity(entry): entry for entry in known if _is_final(entry)}
     found: list[Json] = []

@@ -14,6 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from torch_nimble.capture.isolation import IN_PLACE
+from torch_nimble.transforms import unwrapped
 
 _DECIDE = frozenset(["contiguous", "flatten", "ravel", "reshape", "reshape_as", "to", "type", "type_as"])
 
@@ -54,5 +55,5 @@ def _is_strided(value: Any) -> bool:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    address: int = tensor.untyped_storage()._cdata
+    address: int = unwrapped(tensor).untyped_storage()._cdata
     return address
