@@ -2,12 +2,13 @@
 
     python benchmarks/calibrate.py benchmarks/results/h200-calm.jsonl h200
 
-Half of the networks that the record has with all their kernels' times, every other by name, are
-fitted to, each in all its dtypes. The other half says how good that is: what one stream and the
-chosen plan would take against what their replays took, and whether each pair of candidates is in the
-order in which they were when they were raced, if nobody else used the GPU then; two that would take
-the same time are half right. Writes NAME.json into src/torch_nimble/estimate. Needs no GPU, and some
-minutes: every network is captured.
+That file has networks whose plans were raced with nothing else on the GPU. Half of them, every other
+by name, are fitted to, each in all its dtypes. All other networks of the record, those of the other
+files in that folder, too, say how good that is: what one stream and the chosen plan would take
+against what their replays took, and whether each pair of candidates is in the order in which they
+were when they were raced, if nobody else used the GPU then; two that would take the same time are
+half right. Writes NAME.json into src/torch_nimble/estimate. Needs no GPU, and some minutes: every
+network is captured.
 """
 
 from __future__ import annotations
@@ -17,17 +18,19 @@ import json
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from torch_nimble.bench.record import parse, read
 from torch_nimble.estimate.costs import FAMILIES, Gpu, Rates, estimated, fit
 from torch_nimble.estimate.fusing import fuse
 from torch_nimble.kernels.sites import APART, MERGED, Site
 from torch_nimble.planning import gpu_taskgraph
 from torch_nimble.plans import Plan
+from torch_nimble.report.floors import PEAKS
 from torch_nimble.report.work import Work, layer_work, work_of
 from torch_nimble.schedule import critical_first, lanes, max_concurrency, serial
 from torch_nimble.targets import load_target
@@ -41,14 +44,18 @@ KERNELS = {
     "pooling": "reduction",
     "normalisation": "reduction",
     "reduction": "reduction",
+    "matrix product": "product",
+    "attention": "attention",
 }
-# Older lines count kernels of Inductor's by the first words of their names.
-OLDER = {"triton_poi": "elementwise", "triton_red": "reduction", "triton_per": "reduction"}
+# Of these Inductor makes one kernel each, so that there are about as many kernels as tasks.
+ONE_BY_ONE = ("product", "attention")
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 WAITS_US = np.arange(0.0, 4.01, 0.5)
 FILLS = 2.0 ** np.arange(16, 22)
 # What lines say in which candidates were raced without anything else on the GPU.
 CALM = ("alone", "beside others, raced and timed in turns")
+# No kernel takes less than a microsecond, nor a byte less than half of what it takes from memory.
+LEAST = Rates(1.0, byte=0.5e6 / PEAKS["NVIDIA H200"].bytes_a_second)
 # Medians that differ by less are the same.
 NOISE = 0.02
 Json = dict[str, Any]
@@ -61,13 +68,15 @@ class Network:
         self.target = line["target"]
         self.name = f"{self.target} {line['dtype']}"
         explained = line["systems"]["nimble"]["explained"]
-        self.kernels, self.taken = explained["kernels"], taken(explained["kinds"])
+        self.kernels = explained["kernels"]
         candidates = {
             c["name"].removesuffix(", channels-last"): c
             for c in explained["candidates"]
             if c["median_us"] is not None
         }
-        self.raced = {name: c["median_us"] for name, c in candidates.items()}
+        self.is_calm = is_calm(line)
+        raced = {name: c["median_us"] for name, c in candidates.items()}
+        self.raced = raced if self.is_calm else {}
         self.noise = {name: max(NOISE, c["spread"]) for name, c in candidates.items()}
         self.chosen = explained["chosen"].removesuffix(", channels-last")
         replays = {
@@ -76,7 +85,10 @@ class Network:
         }
         measured = {name: us for name, us in replays.items() if us}
         self.measured = self.raced | measured
-        self.is_calm = line["settings"].get("prepared") in CALM
+        added_us = sum(kind["us"] for kind in explained["kinds"])
+        self.taken = taken(explained["kinds"], self.measured["serial"] / added_us)
+        # Streams gain by what was raced together, or by replays of the same process.
+        self.gains_of = self.raced if self.is_calm else measured
         found = load_target(line["target"], (), DTYPES[line["dtype"]])
         self.graph = fuse(gpu_taskgraph(found.model, found.args, found.kwargs))
 
@@ -97,15 +109,16 @@ class Network:
             yield work, kernel["times_us"][kernel["chosen"]], kernel["count"]
 
     def others(self) -> Iterable[tuple[Work, float, int]]:
-        """Kernels of Inductor's: the mean of each family, which is all that the record has."""
+        """Kernels of Inductor's and of libraries: the mean of each family is all that is known."""
         buffers = {buffer.name: buffer for buffer in self.graph.buffers}
         works = [work_of(task, buffers) for task in self.graph.tasks]
-        for family in ("elementwise", "reduction"):
+        for family in dict.fromkeys(KERNELS.values()):
             count = sum(tasks for one, tasks, _ in self.taken if one == family)
-            total = sum(us for one, _, us in self.taken if one == family)
-            own = [work.nbytes for work in works if work.family == family]
-            if count and own:
-                yield Work(family, statistics.mean(own)), total / count, int(count)
+            total_us = sum(us for one, _, us in self.taken if one == family)
+            own = [work for work in works if work.family == family]
+            is_like = family not in ONE_BY_ONE or count <= 2 * len(own) <= 4 * count
+            if count and own and is_like:
+                yield _mean(own), total_us / count, int(count)
 
     def simulated(self, gpu: Gpu) -> dict[str, float]:
         """What each candidate would take."""
@@ -116,11 +129,20 @@ class Network:
         }
 
 
-def taken(kinds: Sequence[Json] | Mapping[str, tuple[int, float]]) -> list[tuple[str, int, float]]:
-    """Family, number and microseconds of the kernels of each kind that a line of the record tells."""
-    if isinstance(kinds, Mapping):
-        return [(OLDER[kind], *numbers) for kind, numbers in kinds.items() if kind in OLDER]
-    return [(KERNELS[one["kind"]], one["tasks"], one["us"]) for one in kinds if one["kind"] in KERNELS]
+def _mean(works: Sequence[Work]) -> Work:
+    """One of the same family that has the mean of all in it."""
+    names = [field.name for field in fields(Work) if field.name != "family"]
+    means = {name: statistics.mean(getattr(work, name) for work in works) for name in names}
+    return Work(works[0].family, **means)
+
+
+def taken(kinds: Sequence[Json], scale: float) -> list[tuple[str, int, float]]:
+    """Family, number and microseconds of the kernels of each kind that a line of the record tells.
+
+    What tasks take by themselves was measured beside others: together they take what one stream took.
+    """
+    known = [one for one in kinds if one["kind"] in KERNELS]
+    return [(KERNELS[one["kind"]], one["tasks"], one["us"] * scale) for one in known]
 
 
 def plan_of(graph: TaskGraph, name: str) -> Plan | None:
@@ -147,7 +169,7 @@ def fitted(networks: Sequence[Network], name: str) -> Gpu:
         own = [one for one in seen if one[0].family == family]
         if own:
             works, times, counts = zip(*own, strict=True)
-            rates[family] = fit(works, times, counts)
+            rates[family] = fit(works, times, counts, LEAST)
     # What no network of the record leaves to libraries is taken for a layer of ours.
     rates |= {family: rates["layer"] for family in FAMILIES if family not in rates}
     longer = _in_context(networks, rates)
@@ -156,7 +178,7 @@ def fitted(networks: Sequence[Network], name: str) -> Gpu:
         Gpu(name, rates, float(wait), float(fills), {})
         for wait, fills in itertools.product(WAITS_US, FILLS)
     ]
-    return min(made, key=lambda gpu: statistics.mean(map(abs, gains_off(networks, gpu))))
+    return min(made, key=lambda gpu: statistics.mean(gains_off(networks, gpu)))
 
 
 def _in_context(networks: Sequence[Network], rates: Mapping[str, Rates]) -> float:
@@ -168,16 +190,17 @@ def _in_context(networks: Sequence[Network], rates: Mapping[str, Rates]) -> floa
 
 
 def gains_off(networks: Sequence[Network], gpu: Gpu) -> list[float]:
-    """By how much what several streams gain over one is off, for each such candidate."""
+    """By how much what several streams gain over one is off, the mean of each network's candidates."""
     found = []
-    for network in (one for one in networks if one.is_calm):
-        simulated = network.simulated(gpu)
-        for name in simulated:
-            if name != "serial":
-                measured = network.raced[name] / network.raced["serial"]
-                found.append(simulated[name] / simulated["serial"] / measured - 1)
+    for network in networks:
+        times, simulated = network.gains_of, network.simulated(gpu)
+        several = [name for name in simulated if name != "serial" and name in times]
+        if several and "serial" in times:
+            gains = {name: times[name] / times["serial"] for name in several}
+            off = [simulated[name] / simulated["serial"] / gains[name] - 1 for name in several]
+            found.append(statistics.mean(map(abs, off)))
     if not found:
-        raise ValueError("the record has no network whose candidates were raced alone or in turns")
+        raise ValueError("the record has no network that was measured on one stream and on several")
     return found
 
 
@@ -206,8 +229,9 @@ def order(networks: Sequence[Network], gpu: Gpu) -> float:
 def summary(networks: Sequence[Network], gpu: Gpu) -> Json:
     """How far off the numbers are on these networks."""
     off = {which: [abs(e) for e in errors(networks, gpu, which)] for which in ("serial", "chosen")}
+    chosen = errors(networks, gpu, "chosen")
     return {
-        "networks": [network.name for network in networks],
+        "networks": {one.name: round(e, 4) for one, e in zip(networks, chosen, strict=True)},
         **{f"{which}_median": round(statistics.median(es), 4) for which, es in off.items()},
         **{f"{which}_worst": round(max(es), 4) for which, es in off.items()},
         "candidates_in_order": round(order(networks, gpu), 4),
@@ -215,12 +239,13 @@ def summary(networks: Sequence[Network], gpu: Gpu) -> Json:
 
 
 def main(record: str, name: str) -> None:
-    lines = [json.loads(line) for line in Path(record).read_text(encoding="utf-8").splitlines()]
-    usable = {(line["target"], line["dtype"]): line for line in lines if is_usable(line)}
+    fitted_to = {line["target"] for line in filter(is_usable, parse(Path(record)))}
+    fitted_to = set(sorted(fitted_to)[::2])
+    lines = sorted(filter(is_usable, read(Path(record).parent)), key=is_calm)  # later ones count
+    usable = {(line["target"], line["dtype"]): line for line in lines}
     networks = [Network(usable[key]) for key in sorted(usable)]
-    targets = sorted({target for target, _ in usable})
-    known = [network for network in networks if network.target in targets[::2]]
-    new = [network for network in networks if network.target in targets[1::2]]
+    known = [network for network in networks if network.target in fitted_to and network.is_calm]
+    new = [network for network in networks if network.target not in fitted_to]
     gpu = fitted(known, name)
     said = {
         "record": Path(record).as_posix(),
@@ -241,6 +266,11 @@ def main(record: str, name: str) -> None:
                 if c in simulated
             },
         )
+
+
+def is_calm(line: Json) -> bool:
+    """Whether nobody else used the GPU when plans were raced."""
+    return line["settings"].get("prepared") in CALM
 
 
 def is_usable(line: Mapping[str, Any]) -> bool:

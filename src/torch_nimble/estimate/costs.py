@@ -45,6 +45,14 @@ class Rates:
         """What that work takes."""
         return float(sum(map(operator.mul, astuple(self), _amounts(work))))
 
+    def busy(self, work: Work) -> float:
+        """The part of that time in which bytes are moved and numbers computed.
+
+        In the rest, a launch and steps that wait for each other, others can have the GPU.
+        """
+        _, _, moved, computed = map(operator.mul, astuple(self), _amounts(work))
+        return float((moved + computed) / self.us(work))
+
     def times(self, factor: float) -> Rates:
         """Those of kernels that take so many times as long."""
         return Rates(*(factor * rate for rate in astuple(self)))
@@ -72,10 +80,11 @@ class Gpu:
     def account(self) -> str:
         """How far off the numbers are, in a sentence."""
         others = self.said["others"]
+        worst = max(others["chosen_worst"], others["serial_worst"])
         return (
             f"times are those of a cost model of {self.name}; on {len(others['networks'])} networks "
             f"that it was not fitted to, it is off by {others['chosen_median']:.0%} in the median "
-            f"and by {others['chosen_worst']:.0%} at worst"
+            f"and by {worst:.0%} at worst"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -87,8 +96,10 @@ class Gpu:
     def timeline(self, graph: TaskGraph, plan: Plan) -> Timeline:
         """When each task of a graph with costs would run."""
         buffers = {buffer.name: buffer for buffer in graph.buffers}
+        works = {task.name: work_of(task, buffers) for task in graph.tasks}
         shares = {
-            task.name: min(1.0, work_of(task, buffers).results / self.fills) for task in graph.tasks
+            name: min(1.0, work.results / self.fills) * self.rates[work.family].busy(work)
+            for name, work in works.items()
         }
         return simulate_shared(graph, plan, shares, self.wait_us)
 
@@ -116,20 +127,25 @@ def estimated(graph: TaskGraph, gpu: Gpu) -> TaskGraph:
 # -------------------------------------------------------------------- fitting
 
 
-def fit(works: Sequence[Work], times_us: Sequence[float], counts: Sequence[int]) -> Rates:
-    """The numbers that come closest to these times, each by its own size.
+def fit(
+    works: Sequence[Work],
+    times_us: Sequence[float],
+    counts: Sequence[int],
+    least: Rates = Rates(_LEAST_US),
+) -> Rates:
+    """The numbers that come closest to these times, each by its own size, none below its `least`.
 
-    None is negative, and no kernel takes less than a microsecond.
+    Small tensors stay in the cache: without a bound they would say that bytes cost nothing.
     """
     if not works:
         raise ValueError("nothing was measured")
     rows = np.array([_amounts(work) for work in works])
     weights = np.sqrt(np.array(counts, dtype=float)) / np.array(times_us)
     scaled = rows * weights[:, None]
-    wanted = np.maximum(np.array(times_us) - _LEAST_US, 0.0) * weights
+    bound = np.array(astuple(least))
+    wanted = np.maximum(np.array(times_us) - rows @ bound, 0.0) * weights
     unit = np.maximum(np.linalg.norm(scaled, axis=0), 1e-30)
-    floor, *rest = (float(number) for number in _nonnegative(scaled / unit, wanted) / unit)
-    return Rates(_LEAST_US + floor, *rest)
+    return Rates(*map(float, bound + _nonnegative(scaled / unit, wanted) / unit))
 
 
 def _nonnegative(matrix: Any, wanted: Any) -> Any:
