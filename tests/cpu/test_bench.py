@@ -36,6 +36,7 @@ from torch_nimble.bench import (
     nvml,
     processes,
     provenance,
+    ready,
     record,
     runner,
     suites,
@@ -818,7 +819,7 @@ def test_a_system_that_fails_is_recorded_and_the_others_go_on(
 
 def test_a_wrong_result_is_not_accepted(brief: Part, monkeypatch: pytest.MonkeyPatch) -> None:
     with_make(monkeypatch, "nimble", lambda subject, *_: lambda x: subject.model(x * 1.01))
-    monkeypatch.setattr(worker, "explained", lambda call: {})
+    monkeypatch.setattr(ready, "explained", lambda call: {})
     assert worker.work(brief)["check"]["accepted"] is False
 
 
