@@ -29,7 +29,7 @@ class Branches(nn.Module):
 
 
 def profiled(work: Any, **settings: Any) -> profile:
-    with profile(activities=[ProfilerActivity.CPU], **settings) as made:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True, **settings) as made:
         work()
     return made
 
@@ -87,7 +87,7 @@ def test_another_thread_s_profiler_leaves_the_streams_as_they_are(fast: Any) -> 
     begun, done = threading.Event(), threading.Event()
 
     def watch() -> None:
-        with profile(activities=[ProfilerActivity.CPU]):
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True):
             begun.set()
             done.wait()
 

@@ -107,6 +107,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str, Loss, Loss | None]] = {
 }
 
 
+TRACED_BY_2_11 = ("solve", "cholesky")
+
+
 @pytest.fixture(autouse=True)
 def _as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.compile() switches these checks off, for good."""
@@ -121,6 +124,9 @@ def test_code_that_looks_at_values_is_refused_with_its_line_and_a_remedy_that_wo
     twin = copy.deepcopy(model)
     before = snapshot(model)
     step = nimble.compile_step(loss_fn, model, sgd(model))
+    if case in TRACED_BY_2_11 and torch.__version__ < "2.13":
+        assert torch.allclose(step(x), loss_fn(twin, x), rtol=1e-5)
+        return
     with pytest.raises(nimble.CaptureError, match=rf"(?s)test_training_remedies\.py:\d+.*{remedy}"):
         step(x)
     assert_equal(snapshot(model), before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -66,7 +67,7 @@ def _path_us(entry: Json) -> float | None:
     path_us = value_at(entry, f"{OURS}.explained.critical_path_us")
     kinds = value_at(entry, f"{OURS}.explained.kinds")
     in_turn_us = value_at(entry, f"{SERIAL}.replay_us")
-    added_us = sum(kind["us"] for kind in kinds) if isinstance(kinds, list) else 0.0
+    added_us = math.fsum(kind["us"] for kind in kinds) if isinstance(kinds, list) else 0.0
     if path_us is None or not in_turn_us or not added_us:
         return None
     return float(path_us * in_turn_us / added_us)
