@@ -26,14 +26,16 @@ class Batching:
 
     def trust(self, key: Any, tensors: Sequence[torch.Tensor], size: int) -> None:
         """Padding did not influence the rows of a batch of that kind, as far as it could be tried."""
+        before = self._trusted.get(key, range(len(tensors)))
         self._trusted[key] = tuple(
-            i for i, t in enumerate(tensors) if _is_batch_of(t, size) and _is_zero(t)
+            i for i in before if _is_batch_of(tensors[i], size) and _is_zero(tensors[i])
         )
 
     def is_known(self, key: Any, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether batches of that kind have been tried, with other values in place of all zeros, too.
 
-        Behind whole numbers that are all zero nothing else could be put: it might be no valid index.
+        Behind whole numbers that are all zero nothing else could be put: it might be no valid index. As
+        long as they are, they are looked at in each call, which waits for a GPU.
         """
         untried = self._trusted.get(key)
         if untried is None:

@@ -143,12 +143,13 @@ def _prepare(
         device.get_ready()
     with stages("run eager"):
         first = _fill_caches(adapter, tensors)
-    with stages("capture"), no_garbage_collection():
-        captured = device.capture(adapter, tensors)
-    with stages("choose kernels"):
-        tuned = device.choose_kernels(captured, options, notes, stages.within("choose kernels"))
-    with stages("lower"):
-        lowerings = device.lowerings(adapter, tensors, captured, options, notes, tuned)
+    with generators_kept(adapter.callee):
+        with stages("capture"), no_garbage_collection():
+            captured = device.capture(adapter, tensors)
+        with stages("choose kernels"):
+            tuned = device.choose_kernels(captured, options, notes, stages.within("choose kernels"))
+        with stages("lower"):
+            lowerings = device.lowerings(adapter, tensors, captured, options, notes, tuned)
     with stages("fold constants"):
         roundings = roundings_of(captured, device)
         trials = [Trial(adapter, lowered, tensors, folded, roundings) for lowered in lowerings]
@@ -238,7 +239,7 @@ def _fill_caches(adapter: Traceable, tensors: Sequence[torch.Tensor]) -> tuple[t
 
     A trace would leave its own stand-ins for tensors there, and the model would be broken for good. A
     model that fails here fails when it is captured, too, and is told why. What a training step finds in
-    the model's attributes is what its caller left there. The first result, if there is one.
+    the model's attributes is what its caller left there. The loss of a training step, if there is one.
     """
     callee = adapter.callee
     parameters = [p for module in callee.watched for p in module.parameters()]
@@ -256,7 +257,7 @@ def _fill_caches(adapter: Traceable, tensors: Sequence[torch.Tensor]) -> tuple[t
     except Exception as reason:
         log.debug("the model could not be called before it was captured: %s", reason)
         return ()
-    return results[:1]
+    return results[:1] if adapter.trains else ()
 
 
 def _reference(adapter: Traceable, trial: Trial, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -310,6 +311,8 @@ def _refuse_hidden_state(adapter: Traceable, trial: Trial, reference: Sequence[t
     try:
         with generators_kept(adapter.callee):
             adapter.eager([_another(tensor) for tensor in trial.given], lambda _, p: _another(p))
+    except torch.OutOfMemoryError:
+        raise
     except Exception as reason:
         log.debug("the model could not be called with other values: %s", reason)
     if not (is_same and agrees(trial.eager(), reference)):
@@ -320,10 +323,13 @@ def _refuse_hidden_state(adapter: Traceable, trial: Trial, reference: Sequence[t
 
 
 def _another(tensor: torch.Tensor) -> torch.Tensor:
-    """Other values that are as usual: in another order, and where that is valid a bit smaller."""
-    moved = tensor.roll(1, 0) if tensor.dim() > 0 else tensor.clone()
+    """Other values that are as usual: in another order, and a bit smaller.
+
+    Whole numbers stay as they are: one that is no valid index would leave a GPU unusable.
+    """
     if not tensor.is_floating_point() or tensor.itemsize < 2:
-        return moved
+        return tensor.clone()
+    moved = tensor.roll(1, 0) if tensor.dim() > 0 else tensor
     factors = torch.linspace(0.8, 1.0, tensor.numel(), dtype=tensor.dtype, device=tensor.device)
     return moved * factors.view(tensor.shape)
 

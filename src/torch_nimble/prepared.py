@@ -103,7 +103,8 @@ class Prepared:
         """Why this call must not be run by the plan, and what to do: what is written may be another."""
         if self._strides is not None:
             for i, (tensor, stride) in enumerate(zip(tensors, self._strides, strict=True)):
-                if tensor.stride() != stride:
+                steps = zip(tensor.shape, tensor.stride(), stride, strict=True)
+                if any(size > 1 and step != expected for size, step, expected in steps):
                     reason = (
                         f"input {i} has strides {tensor.stride()}, the plan was made for {stride}, and "
                         "by its layout the model writes to it or to a copy"

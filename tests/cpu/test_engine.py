@@ -177,6 +177,20 @@ def test_model_that_mixes_rows_of_whole_numbers_is_found_out(warm: Tensor, later
                 assert_close(fast(numbers), centred(numbers))
 
 
+def test_whole_numbers_that_are_zero_in_turns_are_tried_twice() -> None:
+    def added(one: Tensor, other: Tensor) -> Tensor:
+        return one.double() + 2 * other
+
+    zeros, numbers = torch.zeros(2, 3, dtype=torch.long), torch.arange(6).view(2, 3)
+    with nimble.compile(added, batch_sizes=[4]) as fast:
+        counts = []
+        for _ in range(3):
+            for given in ((zeros, numbers), (numbers, zeros)):
+                assert_close(fast(*given), added(*given))
+            counts.append(fast.explain().to_dict()["signatures"][0]["calls"])
+        assert counts[2] - counts[1] == 2
+
+
 def test_whole_numbers_that_are_always_zero_are_tried_once() -> None:
     table = nn.Embedding(2, 4)
 

@@ -416,6 +416,20 @@ def test_what_is_written_by_layout_is_written_as_in_eager(function: Any, first: 
             assert len(fast.explain().fallbacks) == expected_eagerly
 
 
+def copied_then_written(x: Tensor) -> Tensor:
+    h = x.to(torch.float64).to(torch.float32)
+    for _ in range(8):
+        h = torch.nn.functional.relu(h + 1, inplace=True)
+    return h
+
+
+def test_what_is_written_to_copies_of_another_dtype_has_one_plan() -> None:
+    with nimble.compile(copied_then_written, (torch.randn(8, 8),)) as fast:
+        x = torch.randn(8, 8).t()
+        assert_close(fast(x), copied_then_written(x))
+        assert not fast.explain().fallbacks
+
+
 def test_what_is_written_in_any_layout_has_one_plan() -> None:
     with nimble.compile(written_in_any_case, (torch.randn(2, 3),)) as fast:
         x = torch.randn(3, 2).t()

@@ -26,6 +26,8 @@ class WritesByLayout(TorchFunctionMode):
         super().__init__()
         self._memory = set(map(_storage, inputs))
         self._decided: set[int] = set()
+        self._kept: list[torch.Tensor] = []
+        """What an address stands for is not to be freed, and the address used again, before the end."""
         self.found = False
 
     def __torch_function__(
@@ -43,10 +45,12 @@ class WritesByLayout(TorchFunctionMode):
             self.found = True
         result = func(*args, **named)
         if name in _DECIDE and _is_strided(result) and _is_strided(args[0]):
-            given = _storage(args[0])
-            if given in self._memory:
-                self._memory.add(_storage(result))
-                self._decided |= {given, _storage(result)}
+            given, made = args[0], result
+            may_be_one = made.dtype is given.dtype and made.device == given.device
+            if may_be_one and _storage(given) in self._memory:
+                self._kept.append(made.detach())
+                self._memory.add(_storage(made))
+                self._decided |= {_storage(given), _storage(made)}
         return result
 
 
