@@ -35,6 +35,10 @@ def test_every_system_is_right_and_measured(part: Part) -> None:
         assert notes["idle"] is None or 0 <= notes["idle"] < 1
         assert notes["kernels"] >= 1
         assert notes["energy_mj"] is None or notes["energy_mj"] > 0
+        for one in notes["rounds"]:
+            assert one["host_us"] > 0
+            assert 0 < one["host_ran"] <= 1.01
+            assert one.get("sm_mhz", 1) > 0
     assert all(found["systems"][name]["replay_us"] > 0 for name in ("cudagraph", "nimble"))
     assert found["floor"]["us"] > 0
     assert found["floor"]["flops_a_second"] > 1e12

@@ -508,3 +508,17 @@ def test_other_threads_draw_numbers_while_a_graph_is_captured() -> None:
         for tensor, other in zip(drawn, expected, strict=True):
             assert_equal(tensor, other)
         assert_close(fast(x), eager(model, x))
+
+
+def test_statistics_of_an_eager_pass_are_noticed_on_the_short_way() -> None:
+    model = ready(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()))
+    x = normal(2, 3, 8, 8)
+    with nimble.compile(model) as fast:
+        for _ in range(3):  # the later ones take the short way
+            assert_close(fast(x), eager(model, x))
+        model.train()
+        with torch.no_grad():
+            model(x * 3 + 5)
+        model.eval()
+        assert_close(fast(x), eager(model, x))
+        assert not fallbacks(fast)

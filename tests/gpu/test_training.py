@@ -159,3 +159,34 @@ def test_preparation_leaves_no_trace() -> None:
     assert torch.equal(torch.cuda.get_rng_state(), generator)
     assert all(p.grad is None for p in model.parameters())
     step.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_what_eager_adds_up_in_another_order_has_a_plan(dtype: torch.dtype) -> None:
+    """A bias before a batch norm has gradients of rounding only, of which Adam makes whole steps."""
+    model = convnet().float().cuda().train()
+    step = nimble.compile_step(classify, model, OPTIMIZERS["adam"](model), strict=True)
+    x, target = (tensor.cuda() for tensor in images(0))
+    for _ in range(3):
+        with torch.autocast("cuda", dtype):
+            assert step(x.float(), target).isfinite()
+    assert not step.explain().fallbacks
+    step.close()
+
+
+def test_counts_under_a_scaler_are_right_whenever_they_are_asked_for() -> None:
+    model = mlp(torch.float32).cuda().train()
+    optimizer, scaler = OPTIMIZERS["adamw"](model), torch.amp.GradScaler("cuda")
+    step = nimble.compile_step(mse, model, optimizer, scaler=scaler)
+    batch = [tensor.cuda() for tensor in rows(0, dtype=torch.float32)]
+    for count in (1, 2, 3):
+        step(*batch)
+        assert {int(state["step"]) for state in optimizer.state.values()} == {count}
+    saved = optimizer.state_dict()
+    assert {state["step"].device.type for state in saved["state"].values()} == {"cpu"}
+    optimizer.zero_grad()
+    mse(model, *batch).backward()
+    optimizer.step()  # eager's, in between
+    step(*batch)
+    assert {int(state["step"]) for state in optimizer.state.values()} == {5}
+    step.close()
