@@ -102,8 +102,8 @@ def _is_batch_of(tensor: torch.Tensor, size: int) -> bool:
 
 def _is_zero(tensor: torch.Tensor) -> bool:
     """Whether all of it are whole numbers, and zero."""
-    kinds = (torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    return tensor.dtype not in kinds and not tensor.is_complex() and not bool(tensor.any())
+    is_whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
+    return is_whole and not bool(tensor.any())
 
 
 def _unlike(given: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -26,13 +26,12 @@ def convolutions_may_use_tf32() -> bool:
 
 profiled_here: Callable[[], bool] = torch._C._autograd._profiler_enabled
 """Whether torch profiles this thread for itself."""
-PROFILER: Any = torch.autograd.profiler
-"""Its `_is_profiler_enabled` says whether torch profiles any thread, or all of them."""
+_profiler: Any = torch.autograd.profiler
 
 
 def profiled() -> bool:
-    """Whether torch may be profiling this thread."""
-    return profiled_here() or bool(PROFILER._is_profiler_enabled)
+    """Whether torch may be profiling this thread: for itself, as one of all, or some other one."""
+    return profiled_here() or bool(_profiler._is_profiler_enabled)
 
 
 _ATTENTION: tuple[Callable[[], bool], ...] = (

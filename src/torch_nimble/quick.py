@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 
 from torch_nimble.execute.cuda import CudaExecutable
-from torch_nimble.flags import PROFILER, profiled_here
+from torch_nimble.flags import profiled
 from torch_nimble.prepared import Prepared
 from torch_nimble.signature import tensor_keys
 from torch_nimble.transforms import transforming
@@ -98,9 +98,7 @@ class QuickCall:
             if structure != self._structure:
                 return MISS
         index = self._index
-        if len(tensors) != self._count or _forks[0] != self._forks or transforming():
-            return MISS
-        if profiled_here() or PROFILER._is_profiler_enabled:
+        if len(tensors) != self._count or _forks[0] != self._forks or transforming() or profiled():
             return MISS
         if _current_device() != index:  # the driver copies on the current device
             return MISS

@@ -39,7 +39,7 @@ from torch_nimble.errors import CaptureError, InputError
 from torch_nimble.lower.observe import draws_random
 from torch_nimble.training.callee import StepCallee, described_tensor
 from torch_nimble.training.rules import Rule
-from torch_nimble.training.state import CountsApartError, refuse_sparse
+from torch_nimble.training.state import CountsApartError, refuse_sparse_gradients
 from torch_nimble.training.whole import (
     BEGINNING,
     Phase,
@@ -182,7 +182,7 @@ class StepAdapter:
         gradients = {n: g for n, g in zip(leaves, found, strict=False) if g is not None}
         self.updated = frozenset(gradients)
         if step.keeps_gradients or not self.updates:
-            refuse_sparse(step.model)
+            refuse_sparse_gradients(step.model)
         new = aside | {f"model.{name}": value for name, value in (buffers | leaves).items()}
         with torch.no_grad():
             new |= step.infinite(self._phase, loss, state)

@@ -40,7 +40,7 @@ class StepCallee(Callee):
         others = [module for module in self._roots.values() if module is not self._roots["model"]]
         return [*super().bound_tensors, *(buffer for module in others for buffer in module.buffers())]
 
-    def refuse_sparse(self) -> None:
+    def refuse_sparse_beside(self) -> None:
         """InputError for tensors beside the model that are not dense."""
         for tensor in self.bound_tensors:
             if tensor.layout is not torch.strided or tensor.is_nested:

@@ -435,7 +435,7 @@ def _members(
             yield Member(name, parameter, index, counter, model.get_submodule(path)._parameters, key)
 
 
-def refuse_sparse(model: nn.Module) -> None:
+def refuse_sparse_gradients(model: nn.Module) -> None:
     """CaptureError for gradients that cannot be kept as the parameters lie."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
