@@ -449,7 +449,7 @@ def test_a_scripted_module_is_refused_by_name() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x + 1
 
-    with pytest.warns(DeprecationWarning, match="torch.jit.script"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="torch.jit.script"):
         scripted = torch.jit.script(Plain())
     with pytest.raises(nimble.OptionError, match="scripted or traced"):
         nimble.compile(scripted)

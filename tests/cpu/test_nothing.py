@@ -46,8 +46,15 @@ def test_what_reads_nothing_of_a_tensor_does_not_depend_on_it(name: str) -> None
     assert not any("like" in target or "new_" in target for target in reads)
 
 
-def test_a_mask_that_is_written_part_by_part_is_one_constant() -> None:
-    made = assert_keeps(Model(windows).eval(), torch.randn(2, 5, 4))
+def scattered(m: Any, x: Tensor) -> Tensor:
+    """A mask of nothing but numbers, whatever torch makes of a number that is written."""
+    mask = torch.slice_scatter(x.new_zeros(20, 20), x.new_ones(8, 20), 0, 3, 11)
+    return x.flatten(-2) @ torch.select_scatter(mask, x.new_ones(20), 1, 4)
+
+
+@pytest.mark.parametrize("call", [windows, scattered])
+def test_a_mask_that_is_written_part_by_part_is_one_constant(call: Callable[..., Any]) -> None:
+    made = assert_keeps(Model(call).eval(), torch.randn(2, 5, 4))
     split = split_constants(made.captured, made.graph)
     left = [str(node.target) for node in split.graph.nodes if node.op == "call_function"]
     assert any("matmul" in target for target in left)

@@ -2,7 +2,7 @@
 
 torch.export keeps autograd out of a graph; a training step has it in the middle. So the function is run
 once on fake tensors, below autograd and functionalised, as AOTAutograd does it. These are private
-interfaces of torch, looked at in 2.11 and 2.13; nothing else here touches them.
+interfaces of torch, looked at in 2.11 to 2.15; nothing else here touches them.
 """
 
 from __future__ import annotations
@@ -121,18 +121,14 @@ def _instance_norm(
 
 
 @contextlib.contextmanager
-def noticing_checkpoints() -> Iterator[list[str]]:
-    """Names of the ways in which activation checkpointing was used inside."""
-    used: list[str] = []
+def noticing_checkpoints() -> Iterator[list[object]]:
+    """What torch keeps of activation checkpointing that is used inside, one for each use."""
+    used: list[object] = []
+    frame = checkpointing._CheckpointFrame
 
-    def noted(name: str) -> Any:
-        original = getattr(checkpointing, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            used.append(name)
-            return original(*args, **kwargs)
-
-        return mock.patch.object(checkpointing, name, call)
+    def noted(*args: Any) -> Any:
+        used.append(frame(*args))
+        return used[-1]
 
     class NotReentrant:
         """The reentrant kind wants backward(); it records nothing unless an argument asks for it."""
@@ -146,7 +142,7 @@ def noticing_checkpoints() -> Iterator[list[str]]:
                 )
 
     with (
-        noted("_checkpoint_without_reentrant_generator"),
+        mock.patch.object(checkpointing, "_CheckpointFrame", noted),
         mock.patch.object(checkpointing, "CheckpointFunction", NotReentrant),
     ):
         yield used

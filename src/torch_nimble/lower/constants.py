@@ -21,6 +21,16 @@ from torch_nimble.lower.program import Call, Ref
 
 _aten = torch.ops.aten
 
+_BY_PARTS = frozenset(
+    [
+        _aten.slice_scatter.default,
+        _aten.select_scatter.default,
+        _aten.diagonal_scatter.default,
+        _aten.as_strided_scatter.default,
+        _aten.index_put.default,
+    ]
+)
+
 # Folding may trade memory for time, but not without bound (an expanded mask, say).
 FOLD_FREELY_BYTES = 16 << 20
 
@@ -85,7 +95,8 @@ def _constant_nodes(
 ) -> set[fx.Node]:
     """Nodes to fold: made of constants, and of values that come from nothing (`arange`).
 
-    The latter alone are left to the compiler, which makes them inside its kernels.
+    The latter alone are left to the compiler, which makes them inside its kernels, unless they are
+    written part by part: a kernel would go through all the parts for each of its elements.
     """
     constant: set[fx.Node] = set()
     from_nothing: set[fx.Node] = set()
@@ -108,7 +119,7 @@ def _constant_nodes(
             inputs = node.all_input_nodes
             if not all(n in constant or n in from_nothing for n in inputs):
                 continue
-            if not any(n in constant for n in inputs):
+            if not any(n in constant for n in inputs) and node.target not in _BY_PARTS:
                 from_nothing.add(node)
             elif _is_small(node, fakes):
                 constant.add(node)
