@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import logging
+import sys
+import tempfile
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,6 +26,28 @@ _IGNORED = (
     "ignore::DeprecationWarning",
     "ignore::FutureWarning",
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where the package runs from its source tree, say what an installation would say of it.
+
+    torch finds the backend by that, and a machine with a GPU need not be one where packages can be installed.
+    """
+    try:
+        importlib.metadata.distribution("torch-nimble")
+    except importlib.metadata.PackageNotFoundError:
+        project = tomllib.loads((_HERE.parents[1] / "pyproject.toml").read_text())["project"]
+        folder = tempfile.TemporaryDirectory()
+        config.add_cleanup(folder.cleanup)
+        told = Path(folder.name, f"torch_nimble-{project['version']}.dist-info")
+        told.mkdir()
+        (told / "METADATA").write_text(f"Name: {project['name']}\nVersion: {project['version']}\n")
+        points = (
+            f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in named.items())
+            for group, named in project["entry-points"].items()
+        )
+        (told / "entry_points.txt").write_text("\n".join(points))
+        sys.path.append(folder.name)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
