@@ -44,9 +44,10 @@ from torch_nimble.prepare import Progress, refused_by_model
 from torch_nimble.prepared import Prepared
 from torch_nimble.report import Report, Times, report_of, save_page
 from torch_nimble.signature import Signature, check_devices, check_kinds, tensor_keys
+from torch_nimble.stepped import watch_optimizers
 from torch_nimble.taskgraph import TaskGraph
 from torch_nimble.tree import Node, unflatten_inputs
-from torch_nimble.weights import FoldedConstants, ModuleWatch, watch_optimizers
+from torch_nimble.weights import FoldedConstants, ModuleWatch
 
 _MANY_CHANGES = 3
 _EXCHANGED = "tensors of the model were exchanged for others of another shape, dtype or device"

@@ -5,10 +5,10 @@ in place are seen by themselves. Values folded from them (a convolution with its
 stale. At each call (on a GPU after the launch) the engine compares, for every tensor it depends on,
 whether the model still holds that very tensor, where its memory lies and whether its version counter
 moved; if so, the folded values are made anew. Tensors made in inference mode have no counter. Steps of
-optimizers are counted too, for fused ones move no counter. Batch norms in training mode move none of
-their statistics', but they count their batches, and nobody trains without a change of modes. Writes
-through `.data` or a numpy array that shares the memory move none either and cannot be seen:
-`update_weights()` is for those.
+optimizers that have them are noticed too, for fused ones move no counter. Batch norms in training mode
+move none of their statistics', but they count their batches, and nobody trains without a change of
+modes. Writes through `.data` or a numpy array that shares the memory move none either and cannot be
+seen: `update_weights()` is for those.
 """
 
 from __future__ import annotations
@@ -22,36 +22,19 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torch_nimble.capture import MODEL_LOCK, Assigned, Source
 from torch_nimble.contents import Contents, described, is_value, own_attributes, same_value
 from torch_nimble.execute.autocast import autocast_off
 from torch_nimble.lower import Program, Ref
 from torch_nimble.lower.program import resolve
+from torch_nimble.stepped import StepsOfOthers
 from torch_nimble.touched import Tables
 
-_optimizer_steps = [0]
 _TRAINING = operator.itemgetter("training")
 _VERSION = operator.attrgetter("_version")
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _DATA_PTR = torch.Tensor.data_ptr
-
-
-def count_optimizer_step(*_: object) -> None:
-    """Called after every step of every optimizer."""
-    _optimizer_steps[0] += 1
-
-
-def watch_optimizers() -> None:
-    """From now on notice every step of every optimizer: fused ones move no version counter."""
-    global _hooked
-    if not _hooked:
-        _hooked = True
-        register_optimizer_step_post_hook(count_optimizer_step)
-
-
-_hooked = False
 
 
 class FoldedConstants:
@@ -313,7 +296,7 @@ class Watch:
         self._asked = list(asked)
         self._require_grad = list(map(_REQUIRES_GRAD, self._asked))
         self._looks = self._looks_of(self._tensors)
-        self._steps = _optimizer_steps[0]
+        self._steps = StepsOfOthers(self._located)
 
     def _now(self) -> list[Any]:
         now = list(chain.from_iterable(map(dict.values, self._tables)))
@@ -341,7 +324,7 @@ class Watch:
     def as_they_were(self) -> bool:
         """Whether nobody has written the tensors, or given them other memory."""
         return (
-            self._steps == _optimizer_steps[0]
+            self._steps.only()
             and self._versions == list(map(_VERSION, self._counted))
             and _same_addresses(self._located, self._addresses, self._places)
             and self._require_grad == list(map(_REQUIRES_GRAD, self._asked))

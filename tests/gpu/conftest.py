@@ -31,7 +31,7 @@ _IGNORED = (
 def pytest_configure(config: pytest.Config) -> None:
     """Where the package runs from its source tree, say what an installation would say of it.
 
-    torch finds the backend by that, and a machine with a GPU need not be one where packages can be installed.
+    torch finds the backend by that, and on a machine with a GPU packages can perhaps not be installed.
     """
     try:
         importlib.metadata.distribution("torch-nimble")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from torch_nimble.weights import count_optimizer_step
+from torch_nimble.stepped import count_step
 
 Tensors = Mapping[str, torch.Tensor]
 Group = Mapping[str, Any]
@@ -176,7 +176,7 @@ def rule_of(optimizer: torch.optim.Optimizer) -> tuple[Rule | None, str]:
             return None, f"dampening={group['dampening']} makes the first step another than the rest"
         if rule.real_only and any(parameter.is_complex() for parameter in group["params"]):
             return None, f"{kind.__name__} has another formula for complex parameters"
-    if any(hook is not count_optimizer_step for t in hook_tables(optimizer) for hook in t.values()):
+    if any(hook is not count_step for t in hook_tables(optimizer) for hook in t.values()):
         return None, "hooks on its step have to be called"
     own_step = vars(optimizer).get("step")
     if own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched"):
