@@ -12,7 +12,6 @@ from torch import nn
 
 import torch_nimble as nimble
 from cpu.helpers import Call, as_call, assert_close, relative_error, shape_of, tensors_in
-from torch_nimble import weights
 
 # In float64 a step differs from eager's by its order of operations only, 1e-16 a step; whatever else
 # differs (a step too many, one number of a group) is off by orders of magnitude more. In float32 the
@@ -235,14 +234,8 @@ class Twins:
         return self.step(*call.args, **call.kwargs)
 
     def theirs(self, batch: Batch) -> Any:
-        """As if it happened elsewhere: a step of any optimizer makes ours look at all there is."""
-        call, counted = copy.deepcopy(as_call(batch)), weights._optimizer_steps[0]
-        try:
-            return ordinary_step(
-                self.loss_fn, self.eager_model, self.eager_optimizer, call, self.clip_norm
-            )
-        finally:
-            weights._optimizer_steps[0] = counted
+        call = copy.deepcopy(as_call(batch))
+        return ordinary_step(self.loss_fn, self.eager_model, self.eager_optimizer, call, self.clip_norm)
 
     def train(self, given: Sequence[Batch], tolerance: float | None = None) -> list[torch.Tensor]:
         """A step of both with each batch from the same random state; results must agree. Our losses."""
