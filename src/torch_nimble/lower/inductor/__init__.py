@@ -7,7 +7,7 @@ our own, and every launch becomes a task. Compared with replacing Inductor's wra
 FX one, nothing has to be registered, no line of the wrapper lacks a conversion, and Inductor's
 on-disk caches keep working, so a second preparation finds everything compiled.
 
-Run with torch 2.11; the names used here are the same in the sources of 2.12 and 2.13.
+Run on a GPU with torch 2.11; the names used here are the same up to 2.15.
 """
 
 from __future__ import annotations

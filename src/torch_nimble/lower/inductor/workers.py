@@ -18,7 +18,7 @@ from torch_nimble.errors import first_line
 log = logging.getLogger("torch_nimble")
 
 _MODULES = ("torch._dynamo.convert_frame", "torch._inductor.select_algorithm", "torch.export._trace")
-KNOWN_VERSIONS = ((2, 11), (2, 13))
+KNOWN_VERSIONS = ((2, 11), (2, 15))
 """The first and the last minor version of torch whose private names are known to fit."""
 
 

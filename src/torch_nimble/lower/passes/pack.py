@@ -2,7 +2,7 @@
 
 oneDNN, which runs torch's convolutions on the CPU, wants weights in a blocked layout of its own and
 rearranges them in every call unless they come packed. The operators for that are the ones Inductor
-uses; they are private, and all uses of them are in this file (torch 2.11 to 2.13).
+uses; they are private, and all uses of them are in this file (torch 2.11 to 2.15).
 """
 
 from __future__ import annotations
