@@ -27,6 +27,7 @@ import numpy as np
 from torch_nimble.bench.record import parse, read
 from torch_nimble.estimate.costs import FAMILIES, Gpu, Rates, estimated, fit
 from torch_nimble.estimate.fusing import fuse
+from torch_nimble.kernels.heads import Attention, is_attention
 from torch_nimble.kernels.sites import APART, MERGED, Site
 from torch_nimble.planning import gpu_taskgraph
 from torch_nimble.plans import Plan
@@ -97,15 +98,8 @@ class Network:
         for kernel in self.kernels:
             if kernel["chosen"] in (APART, MERGED):  # those that it is about have lines of their own
                 continue
-            site = Site.parse(kernel["site"])
-            work = layer_work(
-                site.image,
-                site.made,
-                site.window.kernel[0] * site.window.kernel[1],
-                site.window.size(*site.image[2:]),
-                ITEMSIZES[site.dtype],
-                site.kind == "depthwise",
-            )
+            name = kernel["site"]
+            work = attention_of(name) if is_attention(name) else layer_of(name)
             yield work, kernel["times_us"][kernel["chosen"]], kernel["count"]
 
     def others(self) -> Iterable[tuple[Work, float, int]]:
@@ -134,6 +128,28 @@ def _mean(works: Sequence[Work]) -> Work:
     names = [field.name for field in fields(Work) if field.name != "family"]
     means = {name: statistics.mean(getattr(work, name) for work in works) for name in names}
     return Work(works[0].family, **means)
+
+
+def layer_of(name: str) -> Work:
+    """The work of a layer by its name in the record."""
+    site = Site.parse(name)
+    return layer_work(
+        site.image,
+        site.made,
+        site.window.kernel[0] * site.window.kernel[1],
+        site.window.size(*site.image[2:]),
+        ITEMSIZES[site.dtype],
+        site.kind == "depthwise",
+    )
+
+
+def attention_of(name: str) -> Work:
+    """The work of an attention by its name in the record."""
+    site = Attention.parse(name)
+    size = ITEMSIZES[site.dtype]
+    results = site.batch * site.heads * site.queries * site.width
+    moved = 2.0 * size * results * (1 + site.keys / site.queries)
+    return Work("attention", moved, 4.0 * results * site.keys, site.keys, results, size)
 
 
 def taken(kinds: Sequence[Json], scale: float) -> list[tuple[str, int, float]]:

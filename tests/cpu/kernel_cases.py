@@ -1,4 +1,4 @@
-"""Convolutions to try kernels on, and what torch makes of them in float64.
+"""Layers to try kernels on, and what torch makes of them in float64.
 
 Where kernels cannot run, a plain implementation stands in for their operator. It insists on what kernels
 rely on: memory laid out in their way.
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from cpu.attention_cases import AttentionCase, Odd, attend, attention_cases, check_attention, check_odd
 from torch_nimble.kernels.operator import capability_of, launches_of, lay_out, pitch_of, result_of
 from torch_nimble.kernels.sites import BEFORE, OF_ROWS, Kind, Site, Way, Window, configs, count_kernels
 
@@ -110,10 +111,16 @@ def check_some(
     device: str, precisions: Sequence[tuple[str, bool, float]], start: int, step: int, every: int
 ) -> None:
     """Each so many-th of all cases in all precisions; what is wrong is told with the case."""
-    for case, given in list(itertools.product(cases(), precisions))[start::step]:
+    every_case = [*cases(), *attention_cases(), *Odd]
+    for case, given in list(itertools.product(every_case, precisions))[start::step]:
         dtype, tf32, allowed = given
         try:
-            check_kernels(case, getattr(torch, dtype), device, allowed, every, tf32)
+            if isinstance(case, Odd):
+                check_odd(case, getattr(torch, dtype), device, allowed, every, tf32)
+            elif isinstance(case, AttentionCase):
+                check_attention(case, getattr(torch, dtype), device, allowed, every, tf32)
+            else:
+                check_kernels(case, getattr(torch, dtype), device, allowed, every, tf32)
         except Exception as error:
             raise AssertionError(f"{case} in {dtype}, tf32 {tf32}") from error
 
@@ -213,9 +220,10 @@ def assert_near(found: Tensor, wanted: Tensor, allowed: float) -> None:
 
 @contextlib.contextmanager
 def stand_in() -> Iterator[None]:
-    """Our operator on the CPU, by torch."""
+    """Our operators on the CPU, by torch."""
     with torch.library._scoped_library("torch_nimble", "IMPL") as library:
         library.impl("convolve", convolve, "CPU")
+        library.impl("attention", attend, "CPU")
         yield
 
 

@@ -10,6 +10,10 @@ import pytest
 
 from torch_nimble.bench import record
 from torch_nimble.estimate.costs import load_gpu
+from torch_nimble.kernels.heads import Attention
+from torch_nimble.regions import Region
+from torch_nimble.report.work import work_of
+from torch_nimble.taskgraph import Buffer, Task
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,3 +41,17 @@ def test_a_network_s_estimate_is_as_far_off_as_the_model_says(
     (off,) = calibrate.errors([calibrate.Network(line)], gpu, "chosen")
     told = {**gpu.said["fitted_to"]["networks"], **gpu.said["others"]["networks"]}
     assert off == pytest.approx(told[f"{target} {dtype}"], abs=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_attention_by_its_name_is_as_much_work_as_its_task(calibrate: ModuleType, dtype: str) -> None:
+    site = Attention(2, 4, 10, 30, 16, dtype)
+    rows, held = (2, 4, 10, 16), (2, 4, 30, 16)
+    size = calibrate.ITEMSIZES[dtype]
+    buffers = {
+        name: Buffer(name, "temporary", 2 * 4 * shape[2] * 16 * size, dtype, shape)
+        for name, shape in {"q": rows, "k": held, "v": held, "out": rows}.items()
+    }
+    reads, kind = tuple(map(Region, "qkv")), "torch_nimble.attention.default"
+    task = Task("a", kind, reads, (Region("out"),), cost_us=1.0)
+    assert calibrate.attention_of(str(site)) == work_of(task, buffers)

@@ -561,7 +561,7 @@ FUNCTIONS = {
 }
 
 
-def by_torch(example: examples.Example, one: Site, number: int, **left_out: Any) -> Tensor:
+def by_torch(example: examples.OfLayer, one: Site, number: int, **left_out: Any) -> Tensor:
     """A layer in float32 on a set of the example's."""
     x, weight, bias, added = example.tensors[number]
     parts: dict[str, Any] = {"before": one.before, "bias": bias, "added": added, "after": one.after}
@@ -586,7 +586,7 @@ def assert_same(found: Tensor, wanted: Tensor) -> None:
 @pytest.mark.parametrize("one", EXAMPLES, ids=str)
 def test_what_is_as_good_as_torch_may_win_and_what_is_wrong_may_not(one: Site) -> None:
     """A candidate by torch itself, and the same with one thing left out."""
-    example = examples.Example(one, CPU)
+    example = examples.OfLayer(one, CPU)
 
     def right(number: int, **left_out: Any) -> Tensor:
         return by_torch(example, one, number, **left_out)
@@ -615,7 +615,7 @@ def operator() -> Iterator[None]:
 @pytest.mark.parametrize("one", EXAMPLES, ids=str)
 def test_a_candidate_is_given_all_there_is(one: Site) -> None:
     """With an operator that is right it is right, for every set of tensors."""
-    example = examples.Example(one, CPU)
+    example = examples.OfLayer(one, CPU)
     assert example.sets > 1
     for config in configs(one, "full"):
         run = example.ours(config)
@@ -629,15 +629,15 @@ def test_a_candidate_is_given_all_there_is(one: Site) -> None:
 def test_a_weight_from_memory_is_used_again_after_as_many_bytes() -> None:
     one = Site((7, 64, 1, 1), 16, Window((1, 1)), "float32", "linear", has_bias=True, adds=True)
     weighs = 64 * 16 * 4
-    cached = examples.Example(one, CPU)
+    cached = examples.OfLayer(one, CPU)
     for swept, at_most, sets in ((5 * weighs, 12, 6), (5 * weighs - 1, 12, 6), (5 * weighs, 4, 4)):
-        example = examples.Example(one, CPU, swept, at_most)
+        example = examples.OfLayer(one, CPU, swept, at_most)
         assert example.sets == len(example.tensors) == sets
         weights = {weight.data_ptr() for _, weight, _, _ in example.tensors}
         images = {image.data_ptr() for image, *_ in example.tensors}
         assert (len(weights), len(images)) == (sets, cached.sets)
         assert example.fault(lambda number: by_torch(example, one, number)) == ""  # noqa: B023
-    assert examples.Example(one, CPU, 1, 12).sets == cached.sets
+    assert examples.OfLayer(one, CPU, 1, 12).sets == cached.sets
 
 
 @pytest.mark.parametrize(
@@ -655,7 +655,7 @@ def test_a_weight_from_memory_is_used_again_after_as_many_bytes() -> None:
 )
 def test_the_library_does_what_torch_launches(one: Site) -> None:
     """Of other activations and sums only the time is right there; these have none that it leaves out."""
-    example = examples.Example(one, CPU)
+    example = examples.OfLayer(one, CPU)
     for number in range(example.sets):
         made, wanted = example.library(number), by_torch(example, one, number)
         assert_same(made.reshape(wanted.shape), wanted)
@@ -691,7 +691,7 @@ def test_what_is_right_is_timed_and_the_rest_refused(
     monkeypatch.setattr(examples, "convolve", operator)
     us = 5.5 if is_faster else 5.9
     clock: Any = _Clock(6.0, us)
-    found = tuning._try_one(examples.Example(one, CPU), (first, wrong, last, silent), clock)
+    found = tuning._try_one(examples.OfLayer(one, CPU), (first, wrong, last, silent), clock)
     assert (found.site, found.kind) == (str(one), "dense")
     assert found.chosen == (first if is_faster else LIBRARY)
     assert found.times_us == pytest.approx({LIBRARY: 6.0, first: us})

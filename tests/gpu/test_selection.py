@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torch_nimble as nimble
@@ -77,6 +78,57 @@ def test_results_are_eager_s_whatever_is_tried(tune: str, dtype: torch.dtype) ->
             assert min(one["times_us"].values()) > 0
         own = sum(one["count"] for one in found if one["chosen"] not in (LIBRARY, APART))
         assert signatures(fast)[-1]["passes"].get("use_kernels", 0) == own
+
+
+class Attends(nn.Module):
+    """Attention of each kind: plain, causal, by what a mask shows, with a mask that is added."""
+
+    def __init__(self, width: int = 64, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.projections = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        count = x.shape[1]
+        place = torch.arange(count, device=x.device)
+        shown, added = (place[:, None] + place) % 3 != 0, x.mean((1, 2)).view(-1, 1, 1, 1)
+        masks: list[dict[str, Any]] = [
+            {},
+            {"is_causal": True},
+            {"attn_mask": shown},
+            {"attn_mask": added.expand(-1, 1, count, count)},
+        ]
+        for project, mask in zip(self.projections, masks, strict=True):
+            parts = project(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+            made = F.scaled_dot_product_attention(*parts, **mask)
+            x = x + made.transpose(1, 2).flatten(-2)
+        return x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("count", [16, 37])
+def test_attention_of_ours_gives_what_eager_gives(
+    dtype: torch.dtype, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def whichever_is_fastest(times_us: dict[str, float]) -> str:
+        ours = {name: us for name, us in times_us.items() if name.startswith("attention")}
+        return min(ours or times_us, key=lambda name: times_us[name])
+
+    monkeypatch.setattr(tuning, "chosen_of", whichever_is_fastest)
+    torch.manual_seed(0)
+    model = ready(Attends(), dtype=dtype)
+
+    def rows() -> tuple[Tensor]:
+        return (normal(2, count, 64, dtype=dtype),)
+
+    with nimble.compile(model, rows(), strict=True) as fast:
+        found = [one for one in kernels_of(fast) if " attention to " in one["site"]]
+        assert len(found) == 4
+        assert all(one["chosen"].startswith("attention") and one["count"] == 1 for one in found)
+        assert all(LIBRARY in one["times_us"] for one in found)
+        kinds = [task.kind for task in fast.taskgraph.tasks]
+        assert sum("torch_nimble.attention" in kind for kind in kinds) == 4
+        assert_matches(fast, model, rows)
 
 
 def test_what_is_known_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,10 +92,13 @@ def test_floors_go_by_the_type_of_what_is_multiplied() -> None:
     assert double == pytest.approx(0.0, abs=1e-12), "no rate is known"
 
 
-def test_a_causal_mask_leaves_half_of_an_attention() -> None:
+@pytest.mark.parametrize(
+    "kind", ["aten._scaled_dot_product_flash_attention.default", "torch_nimble.attention.default"]
+)
+def test_a_causal_mask_leaves_half_of_an_attention(kind: str) -> None:
     buffers = {name: Buffer(name, "temporary", 1, "float16", (2, 4, 10, 16)) for name in "qo"}
     buffers |= {name: Buffer(name, "temporary", 1, "float16", (2, 4, 30, 16)) for name in "kv"}
-    task = touching("a", "aten._scaled_dot_product_flash_attention.default", "q k v", "o")
+    task = touching("a", kind, "q k v", "o")
     # Two products of 10 queries by 30 keys, 16 numbers long, for 2 times 4 heads.
     assert work_of(task, buffers).operations == 2 * 2 * 8 * 10 * 30 * 16
     graph = TaskGraph.from_conflicts([task], buffers.values())

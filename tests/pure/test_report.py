@@ -116,6 +116,7 @@ def test_nothing_is_nothing() -> None:
         ("aten.bmm.default", "matrix product"),
         ("aten.scaled_dot_product_attention.default", "attention"),
         ("aten._scaled_dot_product_flash_attention.default", "attention"),
+        ("torch_nimble.attention.default", "attention"),
         ("aten.max_pool2d.default", "pooling"),
         ("aten.adaptive_avg_pool2d.default", "pooling"),
         ("aten._native_batch_norm_legit_no_training.default", "normalisation"),

@@ -35,7 +35,7 @@ from torch_nimble.execute.room import Room
 from torch_nimble.execute.timelines import cuda_timeline
 from torch_nimble.explain import Candidate, not_tried
 from torch_nimble.flags import convolutions_may_use_tf32, matmul_may_use_tf32
-from torch_nimble.kernels.sites import APART, LIBRARY, OF_ROWS, Tuning
+from torch_nimble.kernels.sites import APART, LIBRARY, OF_IMAGES, Tuning
 from torch_nimble.lower import Lowered, inductor
 from torch_nimble.lower import lower as lower_operators
 from torch_nimble.options import Options
@@ -149,7 +149,7 @@ class CudaDevice(Device):
             compile_chosen(plan.kernels, self.device)
             return inductor.lower(captured, plan.layout, self.device, plan.kernels)
         kernels = {one.site: one.chosen for one, _ in tuned if one.chosen not in (LIBRARY, APART)}
-        convolves = any(one.site in kernels and one.kind not in OF_ROWS for one, _ in tuned)
+        convolves = any(one.site in kernels and one.kind in OF_IMAGES for one, _ in tuned)
         layout = "channels-last" if convolves else faster_layout(captured, self.device)
         try:
             lowered = inductor.lower(captured, layout, self.device, kernels)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
 
 from torch_nimble.execute.check import relative_error
+from torch_nimble.kernels.attending import attention
+from torch_nimble.kernels.heads import Attention
 from torch_nimble.kernels.operator import convolve, lay_out
 from torch_nimble.kernels.sites import OF_ROWS, Site, Way
 
 Tensor = torch.Tensor
+OneSite = TypeVar("OneSite", Site, Attention)
 _SETS = 3
 _MOST_BYTES = 24 << 20
 """Of all sets of a site together, where that leaves more than one."""
@@ -34,11 +39,40 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Example:
-    """Random tensors for a layer, and what to make of them.
+class Example(ABC, Generic[OneSite]):
+    """Random tensors for a site, in several sets, and what to make of them."""
+
+    site: OneSite
+    sets: int
+    _check: _Check
+
+    @abstractmethod
+    def library(self, number: int) -> Tensor:
+        """What torch would launch for a set."""
+
+    @abstractmethod
+    def ours(self, config: str) -> Callable[[int], Tensor]:
+        """What a kernel of ours makes of a set."""
+
+    def fault(self, run: Callable[[int], Tensor]) -> str:
+        """Why a candidate may not win: it is further from float64 than torch is."""
+        return self._check.fault(run(0))
+
+
+def example_of(
+    site: Site | Attention, device: torch.device, swept: int = 0, at_most: int = 1
+) -> Example[Any]:
+    """Tensors for a site.
 
     Of weights there are so many, `at_most` as given, that those of all other sets take `swept` bytes.
     """
+    if isinstance(site, Attention):
+        return OfAttention(site, device)
+    return OfLayer(site, device, swept, at_most)
+
+
+class OfLayer(Example[Site]):
+    """For a convolution or a linear layer."""
 
     def __init__(self, site: Site, device: torch.device, swept: int = 0, at_most: int = 1) -> None:
         self.site = site
@@ -152,9 +186,65 @@ class Example:
 
         return run
 
-    def fault(self, run: Callable[[int], Tensor]) -> str:
-        """Why a candidate may not win: it is further from float64 than torch is."""
-        return self._check.fault(run(0))
+
+class OfAttention(Example[Attention]):
+    """For attention; of as many keys as queries, they and the values lie side by side, as one layer
+    makes them."""
+
+    def __init__(self, site: Attention, device: torch.device) -> None:
+        self.site = site
+        self._dtype: torch.dtype = getattr(torch, site.dtype)
+        rows = site.batch * site.heads * (site.queries + site.keys)
+        self.sets = max(1, min(_SETS, _MOST_BYTES // (2 * rows * site.width * self._dtype.itemsize)))
+        self._generator = torch.Generator(device).manual_seed(0)
+        self.tensors = [self._made(device) for _ in range(self.sets)]
+        self._check = _Check(self._by_torch(torch.double), self._by_torch(self._dtype))
+
+    def _made(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        site = self.site
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=self._generator, device=device)
+
+        def heads(count: int, parts: int) -> Sequence[Tensor]:
+            rows = random(site.batch, count, parts, site.heads, site.width).to(self._dtype)
+            return [part.transpose(1, 2) for part in rows.unbind(2)]
+
+        if site.queries == site.keys:
+            queries, keys, values = heads(site.keys, 3)
+        else:
+            (queries,), (keys, values) = heads(site.queries, 1), heads(site.keys, 2)
+        mask = None
+        if site.mask in ("shown", "added"):
+            numbers = random(site.batch, 1, site.queries, site.keys)
+            mask = numbers.to(self._dtype)
+            if site.mask == "shown":
+                mask = numbers > -0.5
+                mask[..., 0] = True
+        return queries, keys, values, mask
+
+    def _by_torch(self, dtype: torch.dtype) -> Tensor:
+        queries, keys, values, mask = self.tensors[0]
+        if mask is not None and mask.dtype != torch.bool:
+            mask = mask.to(dtype)
+        return self._attended(queries.to(dtype), keys.to(dtype), values.to(dtype), mask)
+
+    def _attended(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        is_causal = self.site.mask == "causal"
+        return F.scaled_dot_product_attention(queries, keys, values, mask, is_causal=is_causal)
+
+    def library(self, number: int) -> Tensor:
+        """What torch would launch for a set."""
+        return self._attended(*self.tensors[number])
+
+    def ours(self, config: str) -> Callable[[int], Tensor]:
+        """What a kernel of ours makes of a set."""
+        scale, is_causal = self.site.width**-0.5, self.site.mask == "causal"
+
+        def run(number: int) -> Tensor:
+            return attention(*self.tensors[number], scale, is_causal, True, config)
+
+        return run
 
 
 class _Check:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_nimble.errors import PlanError
+from torch_nimble.kernels.heads import Attention, is_attention
 from torch_nimble.kernels.sites import LIBRARY, Site, Tuned, Way
 
 Kept = dict[str, dict[str, Tuned]]
@@ -35,10 +36,12 @@ def among(site: Site, channels: int) -> str:
     return f"{site}{_AMONG}{channels}"
 
 
-def named(name: str) -> tuple[Site, int | None]:
+def named(name: str) -> tuple[Site | Attention, int | None]:
     """A site by its name, and how many channels it reads some of; PlanError if that is no name."""
     text, _, channels = name.partition(_AMONG)
     try:
+        if is_attention(text) and not channels:
+            return Attention.parse(text), None
         return Site.parse(text), int(channels) if channels else None
     except (ValueError, IndexError, TypeError, KeyError) as error:
         raise PlanError(f"there is no layer {name!r}; was the plan made by another version?") from error

@@ -28,16 +28,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import torch_nimble.kernels
 from torch_nimble.devices import examples, kept, replays
-from torch_nimble.devices.examples import Example
+from torch_nimble.devices.examples import Example, example_of
 from torch_nimble.devices.replays import Replayed, Replays
 from torch_nimble.errors import PlanError, first_line
 from torch_nimble.execute.cuda import free_workspaces
 from torch_nimble.execute.measure import alone
+from torch_nimble.kernels.heads import Attention, ways_to_attend
 from torch_nimble.kernels.operator import capability_of, compile_ahead, may_round
 from torch_nimble.kernels.sites import (
     APART,
@@ -72,7 +74,7 @@ Tensor = torch.Tensor
 
 
 def tune(
-    sites: Collection[Site],
+    sites: Collection[Site | Attention],
     device: torch.device,
     effort: Effort,
     swept: int = 0,
@@ -102,12 +104,12 @@ def tune(
     return {str(site): known[str(site)] for site in sites}
 
 
-def _how_far(found: Collection[Tuned], missing: Collection[Site]) -> str:
+def _how_far(found: Collection[Tuned], missing: Collection[Site | Attention]) -> str:
     return f"{len(found)} of {len(missing)} kinds of layers tried"
 
 
 def chosen_for(
-    sites: Mapping[Site, int], groups: Mapping[Siblings, int], found: Mapping[str, Tuned]
+    sites: Mapping[Site | Attention, int], groups: Mapping[Siblings, int], found: Mapping[str, Tuned]
 ) -> Tuning:
     """What was found for the layers of a model, and how many are left of each kind."""
     left, merging = Counter(sites), _decided(groups, found)
@@ -191,7 +193,7 @@ def check_precision(kernels: Mapping[str, str]) -> None:
     """PlanError if kernels of a plan round where torch's flags forbid it now, or are not known."""
     ways = {site: Way.parse(config) for site, config in kernels.items() if config != MERGED}
     rounding = [site for site, way in ways.items() if way.precision == "tf32"]
-    if any(not may_round(Site.parse(site).kind) for site in rounding):
+    if any(not may_round(kept.named(site)[0].kind) for site in rounding):
         raise PlanError(
             f"the plan has kernels for {len(rounding)} kinds of layers that round to TF32, and torch's "
             "flags forbid that now; set torch.backends.cuda.matmul.allow_tf32 and "
@@ -200,29 +202,35 @@ def check_precision(kernels: Mapping[str, str]) -> None:
 
 
 def _try_all(
-    sites: Collection[Site], device: torch.device, effort: Effort, swept: int
+    sites: Collection[Site | Attention], device: torch.device, effort: Effort, swept: int
 ) -> Iterator[Tuned]:
-    plans = {site: configs(site, effort, may_round(site.kind)) for site in sites}
+    plans = {site: _ways(site, effort) for site in sites}
     every = [(site, config, None) for site, tried in plans.items() for config in tried]
     compiled = _compiling(every, device)
     for site in sites:  # meanwhile libraries load what they need, which takes them as long
-        Example(site, device).library(0)
+        example_of(site, device).library(0)
     compiled()
     stage = Replays(device, swept)
     for site, tried in plans.items():
         free_workspaces()  # of the site before; what else there is is smaller
-        yield _try_one(Example(site, device, swept, _CALLS), tried, stage)
+        yield _try_one(example_of(site, device, swept, _CALLS), tried, stage)
+
+
+def _ways(site: Site | Attention, effort: Effort) -> tuple[str, ...]:
+    if isinstance(site, Attention):
+        return ways_to_attend(site, effort, may_round(site.kind))
+    return configs(site, effort, may_round(site.kind))
 
 
 def _compiling(
-    kernels: Iterable[tuple[Site, str, int | None]], device: torch.device
+    kernels: Iterable[tuple[Site | Attention, str, int | None]], device: torch.device
 ) -> Callable[[], None]:
     """Begin to compile kernels; what is given back waits for that."""
     where = capability_of(device), str(inductor.kernel_cache(device))
     return inductor.in_workers(compile_ahead, [(*kernel, *where) for kernel in kernels])
 
 
-def _try_one(example: Example, tried: Iterable[str], stage: Replays) -> Tuned:
+def _try_one(example: Example[Any], tried: Iterable[str], stage: Replays) -> Tuned:
     """Check and time the candidates of a site."""
     site, refused = example.site, dict[str, str]()
     runs: dict[str, Replayed] = {LIBRARY: stage.of(_several(example.library, example.sets))}

@@ -31,6 +31,7 @@ from torch_nimble.kernels.parts import (
     is_inside,
     let_next_start,
     looked_at,
+    nearest,
     pixels,
     store,
     wait_for_earlier,
@@ -183,11 +184,7 @@ def _operand(values, KIND: tl.constexpr, PRECISION: tl.constexpr):  # type: igno
     """Values after an activation as they are multiplied."""
     if KIND != "":
         values = activate(values.to(tl.float32), KIND).to(values.dtype)
-    if PRECISION == "tf32":
-        values = tl.inline_asm_elementwise(
-            "cvt.rna.tf32.f32 $0, $1;", "=r,r", [values], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return values
+    return nearest(values, PRECISION)
 
 
 @triton.jit

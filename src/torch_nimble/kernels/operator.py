@@ -7,9 +7,10 @@ rows of float32 has factors for the channels of the result in the first.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,8 @@ import torch
 
 from torch_nimble.errors import first_line
 from torch_nimble.flags import convolutions_may_use_tf32, matmul_may_use_tf32
-from torch_nimble.kernels.sites import MOST_NUMBERS, OF_ROWS, Kind, Site, Way, Window
+from torch_nimble.kernels.heads import Attention
+from torch_nimble.kernels.sites import MOST_NUMBERS, OF_IMAGES, Kind, Site, Way, Window
 
 if TYPE_CHECKING:
     from torch_nimble.kernels.parts import Launch
@@ -33,8 +35,9 @@ _EARLY_FROM = 90
 """The first compute capability at which kernels can wait for others by themselves."""
 _PDL = {"launch_pdl": True}
 """Triton's name for that, programmatic dependent launch."""
-_library = torch.library.Library("torch_nimble", "DEF")  # type: ignore[no-untyped-call]
-_library.define(_SCHEMA, tags=(torch.Tag.needs_exact_strides,))  # type: ignore[no-untyped-call]
+library = torch.library.Library("torch_nimble", "DEF")  # type: ignore[no-untyped-call]
+"""All operators of ours."""
+library.define(_SCHEMA, tags=(torch.Tag.needs_exact_strides,))  # type: ignore[no-untyped-call]
 
 
 def lay_out(weight: Tensor, kind: Kind, to_tf32: bool = False) -> Tensor:
@@ -56,7 +59,7 @@ def lay_out(weight: Tensor, kind: Kind, to_tf32: bool = False) -> Tensor:
 
 def may_round(kind: Kind) -> bool:
     """Whether torch's flags let products of float32 in such a layer be those of rounded numbers."""
-    return matmul_may_use_tf32() if kind in OF_ROWS else convolutions_may_use_tf32()
+    return convolutions_may_use_tf32() if kind in OF_IMAGES else matmul_may_use_tf32()
 
 
 def _rounded_to_tf32(tensor: Tensor) -> Tensor:
@@ -100,8 +103,6 @@ def launches_of(
     """What carries a site out in the way of a config, on a device of that compute capability.
 
     Pixels of the image may lie further apart than by their channels, by `pitch`.
-
-    From Hopper on, a kernel is launched while the one before it still runs, and waits for its end.
     """
     from torch_nimble.kernels import convolution, depthwise, vector
 
@@ -109,20 +110,30 @@ def launches_of(
     families = {"depthwise": depthwise, "vector": vector, "rows": vector}
     family = families.get(way.family, convolution)
     launches: tuple[Launch, ...] = family.launches(site, way)
-    early = capability >= _EARLY_FROM
     where = {"PITCH": site.image[1] if pitch is None else pitch}
     return tuple(
-        replace(
-            launch,
-            constants={
-                **launch.constants,
-                **(where if launch.reads_image else {}),
-                "EARLY": early,
-                **(_PDL if early and launch.early else {}),
-            },
-        )
-        for launch in launches
+        early(launch, capability, **(where if launch.reads_image else {})) for launch in launches
     )
+
+
+def early(launch: Launch, capability: int, **more: Any) -> Launch:
+    """The same for a device of that compute capability, with more constants.
+
+    From Hopper on, a kernel is launched while the one before it still runs, and waits for its end.
+    """
+    is_early = capability >= _EARLY_FROM
+    more |= {"EARLY": is_early, **(_PDL if is_early and launch.early else {})}
+    return replace(launch, constants={**launch.constants, **more})
+
+
+def launched(launch: Launch, what: str, *arguments: Any) -> None:
+    """Launch a kernel; RuntimeError that says what it was if that cannot be done."""
+    try:
+        launch.kernel[launch.grid](*arguments, **launch.constants)
+    except Exception as reason:  # Triton's own errors have no base that is torch's, too
+        raise RuntimeError(
+            f"the kernel {what} cannot be launched: {type(reason).__name__}: {first_line(reason)}"
+        ) from reason
 
 
 @functools.cache
@@ -152,8 +163,27 @@ def pitch_of(x: Tensor) -> int | None:
     return pitch if is_apart and pitch * pixels < MOST_NUMBERS else None
 
 
-def compile_ahead(site: Site, config: str, pitch: int | None, capability: int, cache: str) -> None:
+def compile_ahead(
+    site: Site | Attention, config: str, pitch: int | None, capability: int, cache: str
+) -> None:
     """Compile kernels into Triton's cache on disk, in a process that has no GPU of its own."""
+    with _no_gpu(capability, cache):
+        if isinstance(site, Attention):
+            from torch_nimble.kernels.attending import compile_for
+
+            compile_for(site, config, capability)
+            return
+        dtype = given = getattr(torch, site.dtype)
+        for launch in launches_of(site, config, capability, pitch):
+            made = torch.float32 if launch.parts > 1 else dtype
+            types = (given, dtype, torch.float32 if site.is_scaled else dtype, dtype, made)
+            launch.kernel.warmup(*types, grid=launch.grid, **launch.constants)
+            given = made
+
+
+@contextlib.contextmanager
+def _no_gpu(capability: int, cache: str) -> Iterator[None]:
+    """Triton as if there was such a GPU, with that cache."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
@@ -167,17 +197,11 @@ def compile_ahead(site: Site, config: str, pitch: int | None, capability: int, c
         def get_current_stream(self, device: int) -> int:
             return 0
 
-    dtype = getattr(torch, site.dtype)
-    given = dtype
     before = os.environ.get("TRITON_CACHE_DIR")
     os.environ["TRITON_CACHE_DIR"] = cache
     driver.set_active(NoDriver())
     try:
-        for launch in launches_of(site, config, capability, pitch):
-            made = torch.float32 if launch.parts > 1 else dtype
-            types = (given, dtype, torch.float32 if site.is_scaled else dtype, dtype, made)
-            launch.kernel.warmup(*types, grid=launch.grid, **launch.constants)
-            given = made
+        yield
     finally:  # others compile in this process, too
         driver.set_active(None)
         os.environ.pop("TRITON_CACHE_DIR")
@@ -207,13 +231,7 @@ def _convolve(
         if launch.parts > 1:
             several = (launch.parts, result.numel())
             out = torch.empty(several, dtype=torch.float32, device=x.device)
-        try:
-            launch.kernel[launch.grid](x, weight, bias, added, out, **launch.constants)
-        except Exception as reason:  # Triton's own errors have no base that is torch's, too
-            raise RuntimeError(
-                f"the kernel {config} for {site} cannot be launched: "
-                f"{type(reason).__name__}: {first_line(reason)}"
-            ) from reason
+        launched(launch, f"{config} for {site}", x, weight, bias, added, out)
         x = out
     return result
 
@@ -222,6 +240,6 @@ def _made(x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None, 
     return result_of(x, site_of(x, weight, bias, added, *rest))
 
 
-_library.impl("convolve", _convolve, "CUDA")  # type: ignore[no-untyped-call]
-torch.library.register_fake("torch_nimble::convolve", _made, lib=_library)
+library.impl("convolve", _convolve, "CUDA")  # type: ignore[no-untyped-call]
+torch.library.register_fake("torch_nimble::convolve", _made, lib=library)
 convolve: Callable[..., Tensor] = torch.ops.torch_nimble.convolve.default

@@ -1,4 +1,4 @@
-"""What the kernels share: activations, and reading an image through the window of a convolution."""
+"""What the kernels share: activations, rounding, and how an image is read through a window."""
 
 from __future__ import annotations
 
@@ -65,6 +65,16 @@ def activate(x, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     elif KIND == "sigmoid":
         x = tl.sigmoid(x)
     return x
+
+
+@triton.jit
+def nearest(values, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Values as they are multiplied: a matrix unit would cut float32 off to TF32, not round it."""
+    if PRECISION == "tf32":
+        values = tl.inline_asm_elementwise(
+            "cvt.rna.tf32.f32 $0, $1;", "=r,r", [values], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return values
 
 
 @triton.jit

@@ -8,9 +8,12 @@ from typing import Literal, NamedTuple, get_args
 
 from torch_nimble.errors import PlanError
 
-Kind = Literal["dense", "depthwise", "linear", "product"]
+Kind = Literal["dense", "depthwise", "linear", "product", "attention"]
 """Every channel of the result from all of the image's; each from one; a linear layer, whose rows are
-images of one pixel; such a layer whose weight is a matrix to multiply with as it lies."""
+images of one pixel; such a layer whose weight is a matrix to multiply with as it lies; and attention,
+which has sites of its own (see heads)."""
+OF_IMAGES: tuple[Kind, ...] = ("dense", "depthwise")
+"""Kinds that read images."""
 OF_ROWS: tuple[Kind, ...] = ("linear", "product")
 """Kinds of which the image is rows."""
 Effort = Literal["off", "fast", "full"]
@@ -37,6 +40,7 @@ _NUMBERS = {
     "gathered": 6,
     "linear": 6,
     "product": 6,
+    "attention": 4,
 }
 """How many there are in a config of each family."""
 _PRECISIONS = ("", "tf32", "tf32x3", "ieee")
@@ -251,10 +255,13 @@ def configs(site: Site, effort: Effort, may_round: bool = False) -> tuple[str, .
     kept = matrices[: max(0, count - len(others))]
     usual, rare = ("tf32", "tf32x3") if may_round else ("tf32x3", "ieee")
     few = kept[: -(-len(kept) // 3)]
-    return (*others[:count], *(_with(c, usual) for c in kept), *(_with(c, rare) for c in few))
+    usually = (with_precision(config, usual) for config in kept)
+    rarely = (with_precision(config, rare) for config in few)
+    return (*others[:count], *usually, *rarely)
 
 
-def _with(config: str, precision: str) -> str:
+def with_precision(config: str, precision: str) -> str:
+    """The same way, with products of float32 of that precision."""
     family, numbers = config.split("/", 1)
     return f"{family}-{precision}/{numbers}"
 

@@ -31,6 +31,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch_nimble.capture import Captured
 from torch_nimble.capture.failure import origin
 from torch_nimble.errors import LoweringError, first_line
+from torch_nimble.kernels.heads import Attention
 from torch_nimble.kernels.sites import Siblings, Site
 from torch_nimble.lower.aten import Lowered
 from torch_nimble.lower.constants import Split, split_constants
@@ -48,6 +49,7 @@ from torch_nimble.lower.inductor.workers import (
 )
 from torch_nimble.lower.observe import tensors_in
 from torch_nimble.lower.passes import layers, run_passes, select, together
+from torch_nimble.lower.passes.attentions import find_attentions
 from torch_nimble.lower.program import InputSlot, Output, Program, Ref
 from torch_nimble.lower.remembered import fingerprint, recall, remember
 from torch_nimble.lower.trace import Recording
@@ -105,13 +107,15 @@ _PASSES_OF_USERS = (
 log = logging.getLogger("torch_nimble")
 
 
-def find_layers(captured: Captured) -> tuple[Counter[Site], Counter[Siblings]]:
+def find_layers(captured: Captured) -> tuple[Counter[Site | Attention], Counter[Siblings]]:
     """Layers that kernels of ours could carry out, those that could be one, and how many there are."""
     graph, frozen = _copy(captured)
     run_passes(graph, frozen, "channels-last", fused=True)
     sites = layers.find_sites(graph, frozen)
     groups = together.find_siblings(graph, sites)
-    return Counter(found.site for found in sites), Counter(group.siblings for group in groups)
+    found = Counter[Site | Attention](one.site for one in sites)
+    found.update(one.site for one in find_attentions(graph))
+    return found, Counter(group.siblings for group in groups)
 
 
 def _copy(captured: Captured) -> tuple[fx.Graph, frozenset[str]]:

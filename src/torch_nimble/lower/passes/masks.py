@@ -12,12 +12,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from torch_nimble.lower.passes.attentions import ATTENTION, drop_mask, mask_of
 from torch_nimble.lower.passes.guard import gives_the_same, writes_values
 from torch_nimble.lower.passes.layout import is_foreign
 
-_aten = torch.ops.aten
-_ATTENTION = _aten.scaled_dot_product_attention.default
-_MASK, _PLACE = "attn_mask", 3
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -26,19 +24,16 @@ def drop_masks(graph: fx.Graph, constants: frozenset[str]) -> int:
 
     Nothing is done where operators write values of the graph.
     """
-    attentions = graph.find_nodes(op="call_function", target=_ATTENTION)
+    attentions = graph.find_nodes(op="call_function", target=ATTENTION)
     if not attentions or writes_values(graph):
         return 0
     free = _free(graph)
     known: dict[fx.Node, Any] = {}
     dropped = 0
     for node in attentions:
-        mask = node.args[_PLACE] if len(node.args) > _PLACE else node.kwargs.get(_MASK)
+        mask = mask_of(node)
         if node.meta["val"].dtype in _HALVES and mask in free and _hides_nothing(_value(mask, known)):
-            if len(node.args) > _PLACE:
-                node.update_arg(_PLACE, None)
-            else:
-                node.update_kwarg(_MASK, None)
+            drop_mask(node)
             dropped += 1
     return dropped
 

@@ -1,6 +1,6 @@
 """The kernel that was chosen for each layer.
 
-`use_kernels` merges layers and puts our operator where that was chosen. What is tried, and what wins,
+`use_kernels` merges layers and puts our operators where that was chosen. What is tried, and what wins,
 is not decided here.
 """
 
@@ -13,6 +13,7 @@ from torch import fx
 
 from torch_nimble.kernels.operator import convolve, lay_out
 from torch_nimble.kernels.sites import LIBRARY, MERGED, OF_ROWS, Way
+from torch_nimble.lower.passes.attentions import use_attention
 from torch_nimble.lower.passes.layers import Found, find_sites, put
 from torch_nimble.lower.passes.layout import channels_last, contiguous, readable, reshape
 from torch_nimble.lower.passes.together import find_siblings, merge
@@ -20,7 +21,7 @@ from torch_nimble.lower.passes.unfold import unfold
 
 
 def use_kernels(graph: fx.Graph, constants: frozenset[str], chosen: Mapping[str, str]) -> dict[str, int]:
-    """Put our operator where a config was chosen for a site, by its text; how often for each."""
+    """Put our operators where a config was chosen for a site, by its text; how often for each."""
     counts: dict[str, int] = {}
     instead: dict[fx.Node, fx.Node] = {}
     sites = find_sites(graph, constants)
@@ -35,7 +36,7 @@ def use_kernels(graph: fx.Graph, constants: frozenset[str], chosen: Mapping[str,
         if chosen.get(site, LIBRARY) != LIBRARY:
             instead[found.nodes[-1]] = _replace(graph, found, chosen[site], instead)
             counts[site] = counts.get(site, 0) + 1
-    return counts
+    return counts | use_attention(graph, chosen)
 
 
 def _replace(graph: fx.Graph, found: Found, config: str, instead: Mapping[fx.Node, fx.Node]) -> fx.Node:

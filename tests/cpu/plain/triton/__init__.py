@@ -27,14 +27,18 @@ class Kernel:
         return self._function(*args, **kwargs)
 
     def __getitem__(self, grid: Sequence[int]) -> Callable[..., None]:
-        def launch(*args: torch.Tensor, **constants: Any) -> None:
+        def launch(*args: torch.Tensor | float, **constants: Any) -> None:
             given = {name: value for name, value in constants.items() if name not in _SETTINGS}
-            pointers = [language.Pointer(tensor) for tensor in args]
+            pointers = [language.Pointer(a) if isinstance(a, torch.Tensor) else a for a in args]
             for program in itertools.product(*map(range, grid)):
                 language.program[:] = [*program, 0, 0][:3]
                 self._function(*pointers, **given)
 
         return launch
+
+
+def next_power_of_2(number: int) -> int:
+    return 1 << (number - 1).bit_length()
 
 
 def jit(function: Callable[..., Any]) -> Kernel:

@@ -72,12 +72,16 @@ def arange(start: int, end: int) -> Tensor:
     return torch.arange(start, end)
 
 
-def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def full(shape: Sequence[int], value: float, dtype: torch.dtype) -> Tensor:
     assert all(map(_is_power, shape))
-    return torch.zeros(shape, dtype=dtype)
+    return torch.full(tuple(shape), value, dtype=dtype)
 
 
-def dot(a: Tensor, b: Tensor, total: Tensor, input_precision: str) -> Tensor:
+def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return full(shape, 0.0, dtype)
+
+
+def dot(a: Tensor, b: Tensor, total: Any = 0.0, *, input_precision: str) -> Tensor:
     assert min(*a.shape, *b.shape) >= _LEAST
     assert a.dtype == b.dtype
     return total + (a.double() @ b.double()).float()
@@ -114,8 +118,14 @@ def sum(values: Tensor, axis: int) -> Tensor:
     return values.sum(axis)
 
 
+def max(values: Tensor, axis: int) -> Tensor:
+    """What is not a number is passed over, as it is by a GPU."""
+    return torch.where(values.isnan(), float("-inf"), values).amax(axis)
+
+
 def _is_power(number: int) -> bool:
     return number > 0 and number & (number - 1) == 0
 
 
-erf, sigmoid, static_range = torch.erf, torch.sigmoid, range
+erf, exp2, sigmoid, where = torch.erf, torch.exp2, torch.sigmoid, torch.where
+static_range = range
