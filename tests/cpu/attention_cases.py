@@ -96,10 +96,10 @@ def check_attention(
         wanted = wanted.nan_to_num(0.0)
         for config in ways(*given[:2], mask, is_causal, tf32)[number::every]:
             by_query = number % 2 == 0
-            found = made(by_query, config, *given, mask, SCALE, is_causal)
+            found = made(by_query, config, *given, mask, SCALE, is_causal, False)
             error = ((found.double() - wanted).norm() / wanted.norm()).item()
             assert error <= allowed, (config, error)
-        again = made(by_query, config, *given, mask, SCALE, is_causal)
+        again = made(by_query, config, *given, mask, SCALE, is_causal, False)
         assert torch.equal(found, again), f"{config} does not give the same again"
 
 
@@ -131,16 +131,19 @@ def check_odd(
         keys[:, :, one, 2] = float("inf" if odd is Odd.INFINITE_KEY else "nan")
         if odd is Odd.HIDDEN_NAN_KEY:
             mask[::2, one] = False
+    products = SCALE * (queries.float() @ keys.float().mT)
     more = torch.where(mask, 0.0, float("-inf")) if shows else mask.float()
-    scores = SCALE * (queries.float() @ keys.float().mT) + more
-    is_hidden = (scores == float("-inf")).all(-1, keepdim=True)
-    wanted = scores.softmax(-1).masked_fill(is_hidden, 0.0).double() @ values.double()
+    is_hidden = (products + more == float("-inf")).all(-1, keepdim=True)
+    by_torch = (products + more).softmax(-1).masked_fill(is_hidden, 0.0)
+    stepped = products.masked_fill(~mask, float("-inf")) if shows else products + more
     given = [tensor.to(device) for tensor in (queries, keys, values, mask)]
-    for config in ways(*given[:2], given[3], False, tf32)[::every]:
-        found = made(True, config, *given, SCALE, False).cpu().double()
-        assert torch.equal(found.isnan(), wanted.isnan()), config
-        error = (found - wanted).nan_to_num(0.0).norm()
-        assert error <= allowed * wanted.nan_to_num(0.0).norm(), (config, error)
+    for in_steps, shares in ((False, by_torch), (True, stepped.softmax(-1))):
+        wanted = shares.double() @ values.double()
+        for config in ways(*given[:2], given[3], False, tf32)[::every]:
+            found = made(True, config, *given, SCALE, False, in_steps).cpu().double()
+            assert torch.equal(found.isnan(), wanted.isnan()), (config, in_steps)
+            error = (found - wanted).nan_to_num(0.0).norm()
+            assert error <= allowed * wanted.nan_to_num(0.0).norm(), (config, error)
 
 
 def attend(
@@ -150,12 +153,20 @@ def attend(
     mask: Tensor | None,
     scale: float,
     is_causal: bool,
+    in_steps: bool,
     by_query: bool,
     config: str,
 ) -> Tensor:
     """What the kernel of attention computes, by torch."""
     assert Way.parse(config).family == "attention"
     assert all(tensor.stride(3) == 1 for tensor in (queries, keys, values))
+    if in_steps:
+        products = scale * (queries.double() @ keys.double().mT)
+        if mask is not None:
+            hides = mask.dtype == torch.bool
+            products = products.masked_fill(~mask, float("-inf")) if hides else products + mask
+        made = products.softmax(-1) @ values.double()
+        return result_like(queries, by_query).copy_(made)
     made = F.scaled_dot_product_attention(
         queries, keys, values, mask, is_causal=is_causal, scale=scale
     ).nan_to_num(0.0)

@@ -207,7 +207,10 @@ class OfAttention(Example[Attention]):
             return torch.randn(shape, generator=self._generator, device=device)
 
         def heads(count: int, parts: int) -> Sequence[Tensor]:
-            rows = random(site.batch, count, parts, site.heads, site.width).to(self._dtype)
+            rows = random(site.batch, count, parts, site.heads, site.width)
+            if site.in_steps:
+                rows *= site.width**-0.25
+            rows = rows.to(self._dtype)
             return [part.transpose(1, 2) for part in rows.unbind(2)]
 
         if site.queries == site.keys:
@@ -230,8 +233,19 @@ class OfAttention(Example[Attention]):
         return self._attended(queries.to(dtype), keys.to(dtype), values.to(dtype), mask)
 
     def _attended(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        if self.site.in_steps:
+            return self._stepped(queries, keys, values, mask)
         is_causal = self.site.mask == "causal"
         return F.scaled_dot_product_attention(queries, keys, values, mask, is_causal=is_causal)
+
+    def _stepped(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """In as few kernels as a compiler that fuses needs for what lies between products."""
+        products = queries @ keys.mT
+        if mask is None:
+            return torch.softmax(products, -1) @ values
+        hides = mask.dtype == torch.bool
+        masked = products.masked_fill(~mask, -math.inf) if hides else products + mask
+        return torch.softmax(masked, -1) @ values
 
     def library(self, number: int) -> Tensor:
         """What torch would launch for a set."""
@@ -239,10 +253,11 @@ class OfAttention(Example[Attention]):
 
     def ours(self, config: str) -> Callable[[int], Tensor]:
         """What a kernel of ours makes of a set."""
-        scale, is_causal = self.site.width**-0.5, self.site.mask == "causal"
+        in_steps, is_causal = self.site.in_steps, self.site.mask == "causal"
+        scale = 1.0 if in_steps else self.site.width**-0.5
 
         def run(number: int) -> Tensor:
-            return attention(*self.tensors[number], scale, is_causal, True, config)
+            return attention(*self.tensors[number], scale, is_causal, in_steps, True, config)
 
         return run
 

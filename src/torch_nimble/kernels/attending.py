@@ -1,8 +1,8 @@
 """The operator that stands for our attention in a graph: `torch_nimble::attention`.
 
-It takes what `scaled_dot_product_attention` does, and the config of the kernel. Numbers of a query, key
-or value must lie side by side, as `rows_together` lays them. The result lies query by query, as that of
-libraries mostly does, or head by head.
+It takes what `scaled_dot_product_attention` does, whether a model computes it in steps, and the config
+of the kernel. Numbers of a query, key or value must lie side by side, as `rows_together` lays them. The
+result lies query by query, as that of libraries mostly does, or head by head.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch_nimble.kernels.sites import Way
 Tensor = torch.Tensor
 _SCHEMA = (
     "attention(Tensor queries, Tensor keys, Tensor values, Tensor? mask, float scale, bool is_causal, "
-    "bool by_query, str config) -> Tensor"
+    "bool in_steps, bool by_query, str config) -> Tensor"
 )
 library.define(_SCHEMA, tags=(torch.Tag.needs_exact_strides,))  # type: ignore[no-untyped-call]
 
@@ -29,14 +29,16 @@ def rows_together(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def attention_of(queries: Tensor, keys: Tensor, mask: Tensor | None, is_causal: bool) -> Attention:
+def attention_of(
+    queries: Tensor, keys: Tensor, mask: Tensor | None, is_causal: bool, in_steps: bool = False
+) -> Attention:
     """What the operator is asked to compute."""
     kind: Mask = "causal" if is_causal else ""
     if mask is not None:
         kind = "shown" if mask.dtype == torch.bool else "added"
     batch, heads, count, width = queries.shape
     dtype = str(queries.dtype).removeprefix("torch.")
-    return Attention(batch, heads, count, keys.shape[2], width, dtype, kind)
+    return Attention(batch, heads, count, keys.shape[2], width, dtype, kind, in_steps)
 
 
 def result_like(queries: Tensor, by_query: bool) -> Tensor:
@@ -69,13 +71,14 @@ def launch(
     mask: Tensor | None,
     scale: float,
     is_causal: bool,
+    in_steps: bool,
     config: str,
     result: Tensor,
 ) -> None:
     """Have the kernel fill the memory for a result."""
     from torch_nimble.kernels.attention import launch_of
 
-    site = attention_of(queries, keys, mask, is_causal)
+    site = attention_of(queries, keys, mask, is_causal, in_steps)
     of_mask: tuple[int, ...] = (0, 0, 0, 0)
     if mask is not None:
         of_mask = mask.expand(site.batch, site.heads, site.queries, site.keys).stride()
@@ -92,11 +95,12 @@ def _attention(
     mask: Tensor | None,
     scale: float,
     is_causal: bool,
+    in_steps: bool,
     by_query: bool,
     config: str,
 ) -> Tensor:
     result = result_like(queries, by_query)
-    launch(queries, keys, values, mask, scale, is_causal, config, result)
+    launch(queries, keys, values, mask, scale, is_causal, in_steps, config, result)
     return result
 
 

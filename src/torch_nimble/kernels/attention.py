@@ -6,7 +6,8 @@ most of their time on products that are as exact as if nothing was rounded. Floo
 and values once, which is nothing at these sizes; what counts is how many steps follow each other.
 
 As in torch, a query that sees no key gets zeros, a key that a mask hides has minus infinity added to its
-product, and what is not a number stays so.
+product, and what is not a number stays so. Where a model computes attention in steps, minus infinity
+takes the place of the product, and of such a query nothing is a number.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ def launch_of(site: Attention, way: Way) -> Launch:
         "WIDTH": site.width,
         "PADDED": max(16, triton.next_power_of_2(site.width)),
         "MASK": site.mask,
+        "IN_STEPS": site.in_steps,
         "OF_PRODUCTS": factors[0],
         "OF_SCORES": factors[1],
         "PRECISION": way.precision if site.dtype == "float32" else "ieee",
@@ -78,6 +80,7 @@ def _attention(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
     MASK: tl.constexpr,
+    IN_STEPS: tl.constexpr,
     OF_PRODUCTS: tl.constexpr,
     OF_SCORES: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -119,7 +122,10 @@ def _attention(  # type: ignore[no-untyped-def]
             of_mask = row[:, None] * of_mask_2 + column[None, :] * of_mask_3
             if MASK == "shown":
                 is_shown = tl.load(mask + of_mask, mask=seen, other=0) != 0
-                score += tl.where(is_shown, 0.0, float("-inf"))
+                if IN_STEPS:
+                    score = tl.where(is_shown, score, float("-inf"))
+                else:
+                    score += tl.where(is_shown, 0.0, float("-inf"))
             else:
                 score += tl.load(mask + of_mask, mask=seen, other=0.0).to(tl.float32)
         score = tl.where(seen, score, float("-inf"))
@@ -139,7 +145,9 @@ def _attention(  # type: ignore[no-untyped-def]
         selected = tl.dot(share, value, selected, input_precision=PRECISION)
         largest = larger
     let_next_start(EARLY)
-    selected /= tl.where(total == 0.0, 1.0, total)[:, None]
+    if not IN_STEPS:
+        total = tl.where(total == 0.0, 1.0, total)
+    selected /= total[:, None]
     out += batch * of_out_0 + head * of_out_1
     where = out + row[:, None] * of_out_2 + place[None, :]
     tl.store(where, selected.to(out.dtype.element_ty), mask=is_query)

@@ -11,6 +11,7 @@ Mask = Literal["", "causal", "shown", "added"]
 """Keys that a query sees: all; those up to its own place; those that a mask says; all, with numbers of a
 mask added to the products."""
 MASKS: tuple[Mask, ...] = get_args(Mask)
+_IN_STEPS = "in steps"
 _FAST = 3
 _WAYS = (
     (16, 64, 4, 2),
@@ -39,22 +40,27 @@ class Attention:
     """Numbers of a query, a key or a value."""
     dtype: str
     mask: Mask = ""
+    in_steps: bool = False
+    """Whether the model computes it step by step. A query that sees nothing gives no numbers then."""
 
     kind: ClassVar[Kind] = "attention"
 
     def __str__(self) -> str:
         """Such as `1×12×128×64 float16 attention to 128 causal`; equal for equal ones only."""
         sizes = "×".join(map(str, (self.batch, self.heads, self.queries, self.width)))
-        return f"{sizes} {self.dtype} attention to {self.keys} {self.mask}".rstrip()
+        rest = [self.mask] * bool(self.mask) + [_IN_STEPS] * self.in_steps
+        return " ".join([f"{sizes} {self.dtype} attention to {self.keys}", *rest])
 
     @classmethod
     def parse(cls, text: str) -> Attention:
         """The one of that name; ValueError for what is none."""
-        sizes, dtype, word, to, keys, *mask = text.split()
+        whole = text.removesuffix(f" {_IN_STEPS}")
+        sizes, dtype, word, to, keys, *mask = whole.split()
         batch, heads, queries, width = map(int, sizes.split("×"))
         if (word, to) != ("attention", "to") or mask not in ([], *([one] for one in MASKS[1:])):
             raise ValueError(f"{text!r} is no attention")
-        return cls(batch, heads, queries, int(keys), width, dtype, *mask)  # type: ignore[arg-type]
+        kind: Mask = mask[0] if mask else ""  # type: ignore[assignment]
+        return cls(batch, heads, queries, int(keys), width, dtype, kind, whole != text)
 
 
 def is_attention(name: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,11 @@ from torch import fx
 from torch_nimble.kernels.attending import attention, attention_of, rows_together
 from torch_nimble.kernels.heads import Attention
 from torch_nimble.kernels.sites import DTYPES, LIBRARY, MOST_NUMBERS
+from torch_nimble.lower.passes.guard import writes_values
+from torch_nimble.lower.passes.steps import Steps, Term, lies_by_query, of_windows, steps_at
 
-ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+_aten = torch.ops.aten
+ATTENTION = _aten.scaled_dot_product_attention.default
 MASK, _MASK_PLACE = "attn_mask", 3
 _MOST_KEYS, _MOST_WIDTH, _MOST = 1024, 128, 1 << 24
 """Libraries know how to attend to many. The last is of products, and of numbers in a tensor."""
@@ -24,11 +27,19 @@ _MOST_PROGRAMS = 1 << 16
 
 @dataclass(frozen=True, eq=False)
 class FoundAttention:
-    """A call of attention that our kernel could carry out."""
+    """Attention that our kernel could carry out."""
 
     site: Attention
-    node: fx.Node
-    mask: fx.Node | None
+    last: fx.Node
+    """What gives the result."""
+    rows: tuple[fx.Node, fx.Node, fx.Node]
+    """Queries, keys and values."""
+    terms: tuple[Term, ...]
+    """Masks, the sum of which it is."""
+    hidden: fx.Node | None
+    """Instead, where nothing is seen."""
+    across: bool
+    """Whether keys are columns."""
     is_causal: bool
     scale: float
     by_query: bool
@@ -51,24 +62,68 @@ def drop_mask(node: fx.Node) -> None:
 def find_attentions(graph: fx.Graph) -> list[FoundAttention]:
     """All that our kernel could carry out."""
     nodes = graph.find_nodes(op="call_function", target=ATTENTION)
-    return [found for node in nodes if (found := _found(node)) is not None]
+    found = [one for node in nodes if (one := _found(node)) is not None]
+    if not writes_values(graph):  # what is read on the way could be written in between
+        written = [steps for node in graph.nodes if (steps := steps_at(node)) is not None]
+        found += [one for steps in written if (one := _in_steps(steps)) is not None]
+    return found
 
 
 def _found(node: fx.Node) -> FoundAttention | None:
     names = ("query", "key", "value", MASK, "dropout_p", "is_causal")
     given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     mask, is_causal = given.get(MASK), bool(given.get("is_causal", False))
-    tensors = [given[name].meta["val"] for name in names[:3]]
-    queries, keys, values = tensors
+    rows = given["query"], given["key"], given["value"]
+    tensors = [row.meta["val"] for row in rows]
     masks = [] if mask is None else [mask.meta["val"]]
-    shown = masks[0] if masks else None
-    scale, made = given.get("scale"), node.meta["val"]
+    made = node.meta["val"]
     by_query = made.transpose(1, 2).is_contiguous() if made.dim() == 4 else False
     if (
         given.get("dropout_p", 0.0)
         or given.get("enable_gqa")
         or (masks and is_causal)
-        or any(tensor.dim() != 4 for tensor in tensors)
+        or not _fit(tensors, masks)
+        or not (by_query or made.is_contiguous())
+    ):
+        return None
+    site = attention_of(tensors[0], tensors[1], masks[0] if masks else None, is_causal)
+    scale = site.width**-0.5 if given.get("scale") is None else given["scale"]
+    terms = () if mask is None else (Term(mask),)
+    return FoundAttention(site, node, rows, terms, None, False, is_causal, scale, by_query)
+
+
+def _in_steps(steps: Steps) -> FoundAttention | None:
+    rows = steps.queries, steps.keys, steps.values
+    tensors = [row.meta["val"] for row in rows]
+    if any(tensor.dim() != 4 for tensor in tensors):
+        return None
+    if steps.across:
+        tensors[1] = tensors[1].mT
+    terms = [_value_of(term) for term in steps.terms]
+    masks = terms if steps.hidden is None else [steps.hidden.meta["val"]]
+    made = steps.last.meta["val"]
+    if not _fit(tensors, masks) or any(mask.dtype == torch.bool for mask in terms):
+        return None
+    if made.dtype != tensors[0].dtype or not made.is_contiguous():
+        return None
+    site = attention_of(tensors[0], tensors[1], masks[0] if masks else None, False, in_steps=True)
+    by_query = lies_by_query(steps.last)
+    return FoundAttention(
+        site, steps.last, rows, steps.terms, steps.hidden, steps.across, False, steps.scale, by_query
+    )
+
+
+def _value_of(term: Term) -> torch.Tensor:
+    value: torch.Tensor = term.node.meta["val"]
+    return of_windows(value, term.windows) if term.windows else value
+
+
+def _fit(tensors: Sequence[torch.Tensor], masks: Sequence[torch.Tensor]) -> bool:
+    """Whether our kernel takes such queries, keys and values, with such masks."""
+    queries, keys, values = tensors
+    return not (
+        any(tensor.dim() != 4 for tensor in tensors)
+        or str(queries.dtype).removeprefix("torch.") not in DTYPES
         or not (queries.dtype == keys.dtype == values.dtype)
         or keys.shape != values.shape
         or (*queries.shape[:2], queries.shape[3]) != (*keys.shape[:2], keys.shape[3])
@@ -77,16 +132,10 @@ def _found(node: fx.Node) -> FoundAttention | None:
         or max(math.prod(queries.shape[:3]) * keys.shape[2], queries.numel(), keys.numel()) > _MOST
         or math.prod(queries.shape[:2]) >= _MOST_PROGRAMS
         or 0 in (*queries.shape, keys.shape[2])
-        or any(one.dtype not in (torch.bool, queries.dtype) or one.dim() > 4 for one in masks)
-        or not (by_query or made.is_contiguous())
+        or any(mask.dtype not in (torch.bool, queries.dtype) for mask in masks)
+        or any(mask.dim() > 4 for mask in masks)
         or any(_reach(tensor) >= MOST_NUMBERS for tensor in (*tensors, *masks))
-    ):
-        return None
-    site = attention_of(queries, keys, shown, is_causal)
-    if site.dtype not in DTYPES:
-        return None
-    scale = site.width**-0.5 if scale is None else scale
-    return FoundAttention(site, node, mask, is_causal, scale, by_query)
+    )
 
 
 def _reach(tensor: torch.Tensor) -> int:
@@ -99,15 +148,28 @@ def use_attention(graph: fx.Graph, chosen: Mapping[str, str]) -> dict[str, int]:
     """Put our operator where a config was chosen, by the text of the site; how often for each."""
     counts: dict[str, int] = {}
     for found in find_attentions(graph):
-        name, node = str(found.site), found.node
+        name, last = str(found.site), found.last
         if chosen.get(name, LIBRARY) == LIBRARY:
             continue
-        with graph.inserting_before(node):
-            rows = [graph.call_function(rows_together, (one,)) for one in node.args[:3]]
-            rest = (found.mask, found.scale, found.is_causal, found.by_query, chosen[name])
-            made = graph.call_function(attention, (*rows, *rest))
-        made.meta = dict(node.meta)
-        node.replace_all_uses_with(made)
-        graph.erase_node(node)
+        with graph.inserting_before(last):
+            made = _put(graph, found, chosen[name])
+        made.meta = dict(last.meta)
+        last.replace_all_uses_with(made)
+        graph.erase_node(last)
         counts[name] = counts.get(name, 0) + 1
     return counts
+
+
+def _put(graph: fx.Graph, found: FoundAttention, config: str) -> fx.Node:
+    queries, keys, values = found.rows
+    if found.across:
+        keys = graph.call_function(_aten.transpose.int, (keys, -2, -1))
+    rows = [graph.call_function(rows_together, (one,)) for one in (queries, keys, values)]
+    mask: fx.Node | None = None
+    for term in found.terms:
+        one = graph.call_function(of_windows, (term.node, term.windows)) if term.windows else term.node
+        mask = one if mask is None else graph.call_function(_aten.add.Tensor, (mask, one))
+    if found.hidden is not None:
+        mask = graph.call_function(_aten.logical_not.default, (found.hidden,))
+    rest = (mask, found.scale, found.is_causal, found.site.in_steps, found.by_query, config)
+    return graph.call_function(attention, (*rows, *rest))
