@@ -39,6 +39,8 @@ def examine() -> dict[str, Any]:
             reason = unsupported()
             kernels = "Inductor's fused kernels" if reason is None else f"torch's operators ({reason})"
             engine = f"CUDA graphs of {kernels}; for models on the CPU: {engine}"
+    from torch_nimble.written import by_compiled_code
+
     optional = {name: _version(name) for name in _OPTIONAL}
     missing = [f"{name}: {use}" for name, use in _OPTIONAL.items() if optional[name] is None]
     return {
@@ -50,6 +52,7 @@ def examine() -> dict[str, Any]:
         "required": {name: _version(name) for name in _REQUIRED},
         "optional": optional,
         "engine": engine,
+        "weights": "compiled code" if by_compiled_code() else "Python, which takes ten times as long (-v says why)",
         "missing": missing,
     }
 
@@ -65,6 +68,7 @@ def show(findings: dict[str, Any], console: Console) -> None:
         *((name, version or "not installed") for name, version in findings["required"].items()),
         *((name, version or "not installed") for name, version in findings["optional"].items()),
         ("will use", findings["engine"]),
+        ("looks at weights by", findings["weights"]),
         *(("missing", line) for line in findings["missing"]),
     ]
     for label, value in rows:

@@ -30,11 +30,11 @@ from torch_nimble.lower import Program, Ref
 from torch_nimble.lower.program import resolve
 from torch_nimble.stepped import StepsOfOthers
 from torch_nimble.touched import Tables
+from torch_nimble.written import Written
 
 _TRAINING = operator.itemgetter("training")
 _VERSION = operator.attrgetter("_version")
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
-_DATA_PTR = torch.Tensor.data_ptr
 
 
 class FoldedConstants:
@@ -281,22 +281,20 @@ class Watch:
         self._touched = Tables([*self._tables, *others.values()])
         self._tensors, self._names = self._now(), self._names_now()
         # State is written by the plan itself, and read anew each time.
-        self._counted = [
+        counted = [
             tensor
             for name, tensor in tensors.items()
             if tensor is not None and name not in state and not tensor.is_inference()
         ]
-        self._versions = list(map(_VERSION, self._counted))
+        located = [tensor for tensor in tensors.values() if tensor is not None]
+        self._written = Written(located, counted)
         own_state = {id(tensors[name]) for name in state}
         self._batches = [t for t in _batches_of(modules) if id(t) not in own_state]
         self._batch_versions = list(map(_VERSION, self._batches))
-        self._located = [tensor for tensor in tensors.values() if tensor is not None]
-        self._addresses = list(map(_DATA_PTR, self._located))
-        self._places = list(range(len(self._located)))
         self._asked = list(asked)
         self._require_grad = list(map(_REQUIRES_GRAD, self._asked))
         self._looks = self._looks_of(self._tensors)
-        self._steps = StepsOfOthers(self._located)
+        self._steps = StepsOfOthers(located)
 
     def _now(self) -> list[Any]:
         now = list(chain.from_iterable(map(dict.values, self._tables)))
@@ -325,8 +323,7 @@ class Watch:
         """Whether nobody has written the tensors, or given them other memory."""
         return (
             self._steps.only()
-            and self._versions == list(map(_VERSION, self._counted))
-            and _same_addresses(self._located, self._addresses, self._places)
+            and self._written.untouched()
             and self._require_grad == list(map(_REQUIRES_GRAD, self._asked))
         )
 
@@ -383,11 +380,3 @@ class Tripwire:
         return (
             self._tables.untouched() and self._watch.as_they_were() and self._contents.others_unchanged()
         )
-
-
-def _compared(tensors: list[torch.Tensor], addresses: list[int], indices: list[int]) -> bool:
-    return addresses == list(map(_DATA_PTR, tensors))
-
-
-# Builds of torch without CUDA do not have it.
-_same_addresses = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", _compared)

@@ -1,6 +1,7 @@
 """What takes long to load: cuDNN when it is first used, modules of Inductor, and Triton by itself.
 
-Before it looks up a kernel, Triton reads all of its own files. None of the three needs the others.
+Before it looks up a kernel, Triton reads all of its own files. None of the three needs the others, nor the
+loop that looks at weights, which has to be compiled.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from torch_nimble.lower import inductor
+from torch_nimble.written import by_compiled_code
 
 log = logging.getLogger("torch_nimble")
 
@@ -34,6 +36,7 @@ def libraries_loading(device: torch.device) -> Iterator[None]:
 def _load_once(device: torch.device) -> None:
     try:
         with torch.cuda.device(device), torch.no_grad():
+            by_compiled_code()
             _use_cudnn(device)
             inductor.know_compiler()
     except Exception as reason:  # whoever needs them will meet it again, and can say so

@@ -1,0 +1,165 @@
+"""Whether tensors were written or moved, told by a compiled loop as Python tells it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+import subprocess
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import torch_nimble as nimble
+from torch_nimble import written
+from torch_nimble.written import Written
+
+Tensor = torch.Tensor
+has_compiler = pytest.mark.skipif(not written.by_compiled_code(), reason="no C++ compiler is installed")
+
+
+def tensors(count: int) -> list[Tensor]:
+    made: list[Tensor] = [nn.Parameter(torch.randn(i % 5 + 1, 3)) for i in range(count)]
+    made[1::3] = [torch.randn(3, 4).t() for _ in made[1::3]]
+    return made
+
+
+def write(tensor: Tensor) -> None:
+    with torch.no_grad():
+        tensor.add_(1)
+
+
+def move(tensor: Tensor) -> None:
+    tensor.data = tensor.data.clone()
+
+
+def read(tensor: Tensor) -> None:
+    tensor.detach().sum()
+
+
+@has_compiler
+def test_the_loop_tells_what_python_tells() -> None:
+    native, draw = written._native(), random.Random(0)
+    assert native is not None
+    told = set()
+    for count in (0, 1, 7, 200):
+        for _ in range(20):
+            located = tensors(count)
+            counted = [tensor for tensor in located if draw.random() < 0.8]
+            looks = [
+                written._by_native(native, located, counted),
+                written._by_python(located, counted),
+            ]
+            for _ in range(3):
+                if located:
+                    draw.choice((write, move, read, read, read))(draw.choice(located))
+                found = [look() for look in looks]
+                assert found[0] == found[1]
+                told.add(found[0])
+    assert told == {False, True}
+
+
+@has_compiler
+@pytest.mark.parametrize("position", [0, 63, 99])
+def test_one_of_many_is_enough(position: int) -> None:
+    for change in (write, move):
+        located = tensors(100)
+        look = Written(located, located)
+        assert look.untouched()
+        change(located[position])
+        assert not look.untouched()
+
+
+@has_compiler
+def test_tensors_without_a_version_are_not_taken_for_unchanged() -> None:
+    native = written._native()
+    assert native is not None
+    tensor = nn.Parameter(torch.randn(3))
+    look = written._by_native(native, [tensor], [tensor])
+    with torch.inference_mode():
+        tensor.data = torch.randn(3)
+    assert not look()
+
+
+@pytest.mark.parametrize("count", [2, 100])
+def test_nothing_is_held_when_it_is_gone(count: int) -> None:
+    located = tensors(count)
+    before = [tensor._use_count() for tensor in located]
+    look = Written(located, located)
+    assert look.untouched()
+    del look
+    gc.collect()
+    assert [tensor._use_count() for tensor in located] == before
+
+
+@pytest.mark.parametrize("count", [2, 100])
+def test_memory_that_was_exchanged_stays_until_somebody_has_noticed(count: int) -> None:
+    """Else an allocator would give it out again, and other weights would lie where the first lay."""
+    located = tensors(count)
+    memory = StorageWeakRef(located[0].untyped_storage())
+    look = Written(located, located)
+    move(located[0])
+    assert not memory.expired()
+    assert not look.untouched()
+    del look
+    gc.collect()
+    assert memory.expired()
+
+
+def test_an_engine_keeps_exchanged_memory_until_its_next_call() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3)).eval()
+    x = torch.randn(1, 3, 8, 8)
+    with nimble.compile(model, args=(x,)) as fast:
+        fast(x)
+        memory = StorageWeakRef(model[2].weight.untyped_storage())
+        for _ in range(2):
+            model[2].weight.data = model[2].weight.data * 2
+        assert not memory.expired()
+        torch.testing.assert_close(fast(x), model(x).detach())
+        gc.collect()
+        assert memory.expired()
+
+
+@pytest.fixture
+def _anew() -> Iterator[None]:
+    written._native.cache_clear()
+    yield
+    written._native.cache_clear()
+
+
+def _nothing(*_: object, **__: object) -> None:
+    return None
+
+
+def _fails(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.CompletedProcess(command, 1, "", "no such option\nand more")
+
+
+@pytest.mark.usefixtures("_anew")
+@pytest.mark.parametrize(
+    ("name", "instead", "said"),
+    [
+        ("shutil.which", _nothing, "there is no C++ compiler"),
+        ("subprocess.run", _fails, "failed: no such option"),
+        ("_tells", lambda _: False, "does not tell"),
+    ],
+)
+def test_python_looks_where_the_loop_cannot(
+    name: str,
+    instead: Callable[..., object],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(f"torch_nimble.written.{name}", instead)
+    located = tensors(100)
+    with caplog.at_level(logging.INFO, "torch_nimble"):
+        look = Written(located, located)
+    assert said in caplog.text or not has_compiler
+    assert look.untouched()
+    move(located[99])
+    assert not look.untouched()
