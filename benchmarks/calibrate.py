@@ -25,16 +25,16 @@ from typing import Any
 import numpy as np
 
 from torch_nimble.bench.record import parse, read
+from torch_nimble.commands.plan import gpu_taskgraph
+from torch_nimble.commands.targets import load_target
 from torch_nimble.estimate.costs import FAMILIES, Gpu, Rates, estimated, fit
 from torch_nimble.estimate.fusing import fuse
 from torch_nimble.kernels.heads import Attention, is_attention
 from torch_nimble.kernels.sites import APART, MERGED, Site
-from torch_nimble.planning import gpu_taskgraph
 from torch_nimble.plans import Plan
 from torch_nimble.report.floors import PEAKS
 from torch_nimble.report.work import Work, layer_work, work_of
 from torch_nimble.schedule import critical_first, lanes, max_concurrency, serial
-from torch_nimble.targets import load_target
 from torch_nimble.taskgraph import TaskGraph
 
 ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4}

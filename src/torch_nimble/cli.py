@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 import torch_nimble
+from torch_nimble.commands.files import check_writable, writing
 from torch_nimble.errors import NimbleError
-from torch_nimble.files import check_writable, writing
 
 app = typer.Typer(
     name="torch-nimble",
@@ -97,7 +97,7 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     """Plan, prepare, check and time NASNet-A mobile against eager PyTorch."""
-    from torch_nimble.demo import run_demo
+    from torch_nimble.commands.demo import run_demo
 
     account = run_demo(network, rounds, Console(stderr=as_json, highlight=False), device)
     if as_json:
@@ -119,7 +119,7 @@ def plan(
     save: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
 ) -> None:
     """Plan a network or a task graph without running it."""
-    from torch_nimble.planning import make_plan, show_plan
+    from torch_nimble.commands.plan import make_plan, show_plan
 
     console = Console(stderr=as_json, highlight=False)
     if save is not None:
@@ -154,7 +154,7 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Write a page about a plan: timeline, graph, tasks, candidates."""
-    from torch_nimble.reporting import Wanted, make_report
+    from torch_nimble.commands.report import Wanted, make_report
 
     console = Console(stderr=as_json, highlight=False)
     wanted = Wanted(target, inputs or [], dtype, device, times, out, trace, simulated)
@@ -276,7 +276,7 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Show versions and devices, what will be used, and what is missing."""
-    from torch_nimble.doctor import examine, show
+    from torch_nimble.commands.doctor import examine, show
 
     findings = examine()
     if as_json:

@@ -22,18 +22,19 @@ from torch_nimble.batching import Batching
 from torch_nimble.capture import Adapter, Callee, generators_kept
 from torch_nimble.errors import InputError, NimbleError, OptionError
 from torch_nimble.execute.cuda import CudaExecutable
-from torch_nimble.face import ModelFace
 from torch_nimble.options import Options
-from torch_nimble.planned import Planned
+from torch_nimble.plan_cache import PlanCache
 from torch_nimble.prepare import Progress
 from torch_nimble.prepared import Prepared
+from torch_nimble.proxy import ModelProxy
 from torch_nimble.quick import MISS, QuickCall
 from torch_nimble.signature import Signature, as_arguments, check_tensors, share_memory, written_back
 from torch_nimble.tree import Node, flatten_inputs, unflatten_inputs
-from torch_nimble.weights import ModuleWatch, Tripwire
+from torch_nimble.watch.modules import ModuleWatch
+from torch_nimble.watch.weights import Tripwire
 
 
-class Engine(ModelFace, Planned):
+class Engine(ModelProxy, PlanCache):
     """A model with prepared plans. Call it like the model; see `compile()`.
 
     Everything that is not named here is the model's own: attributes are read and set there, and

@@ -28,19 +28,19 @@ from torch_nimble.capture import (
     has_fast_paths,
     values_kept,
 )
-from torch_nimble.collecting import no_garbage_collection
 from torch_nimble.devices import Device, Entry, Executable, RefusedError
 from torch_nimble.errors import CaptureError, InputError
 from torch_nimble.execute.autocast import autocast_off
 from torch_nimble.execute.check import agrees
 from torch_nimble.execute.measure import fastest
 from torch_nimble.explain import Candidate, not_tried
+from torch_nimble.folded import FoldedConstants
+from torch_nimble.garbage import no_garbage_collection
 from torch_nimble.lower import Lowered
 from torch_nimble.lower.observe import tensors_in
 from torch_nimble.options import Options
 from torch_nimble.plans import Plan
 from torch_nimble.trial import Trial
-from torch_nimble.weights import FoldedConstants
 
 log = logging.getLogger("torch_nimble")
 

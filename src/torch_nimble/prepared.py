@@ -15,6 +15,7 @@ from torch_nimble.errors import StateError
 from torch_nimble.execute.autocast import autocast_off
 from torch_nimble.explain import KernelAccount, SignatureAccount
 from torch_nimble.flags import profiled
+from torch_nimble.folded import FoldedConstants
 from torch_nimble.lower.program import InputSlot
 from torch_nimble.options import Options
 from torch_nimble.prepare import Choice, Progress, prepare
@@ -23,7 +24,7 @@ from torch_nimble.report.floors import times_by_kind
 from torch_nimble.schedule import Timeline, critical_path
 from torch_nimble.signature import Signature
 from torch_nimble.tree import Structure, unflatten_output
-from torch_nimble.weights import FoldedConstants, Watch
+from torch_nimble.watch.weights import Watch
 
 
 class Prepared:

@@ -11,8 +11,8 @@ import torch
 
 from torch_nimble.capture import StandIn, TorchGenerators, Traceable, generators_kept
 from torch_nimble.execute.check import TOLERANCE, joined_error, relative_error
+from torch_nimble.folded import FoldedConstants
 from torch_nimble.lower import Lowered
-from torch_nimble.weights import FoldedConstants
 
 log = logging.getLogger("torch_nimble")
 

@@ -219,7 +219,8 @@ def test_demo_tells_the_story_and_succeeds() -> None:
 def test_demo_exits_non_zero_when_results_disagree(monkeypatch: pytest.MonkeyPatch) -> None:
     import typer.testing
 
-    from torch_nimble import cli, demo
+    from torch_nimble import cli
+    from torch_nimble.commands import demo
     from torch_nimble.execute.measure import Timing
     from torch_nimble.explain import Explanation
 

@@ -35,6 +35,7 @@ from torch_nimble.execute.room import Room
 from torch_nimble.execute.timelines import cuda_timeline
 from torch_nimble.execute.walk import buffers_of_operators
 from torch_nimble.flags import flags_on
+from torch_nimble.folded import FoldedConstants
 from torch_nimble.lower import Lowered, lower
 from torch_nimble.options import Options
 from torch_nimble.quick import MISS
@@ -43,7 +44,6 @@ from torch_nimble.schedule.memory import check_memory
 from torch_nimble.schedule.pools import MIB, Demand
 from torch_nimble.tree import flatten_inputs
 from torch_nimble.trial import Trial
-from torch_nimble.weights import FoldedConstants
 
 CPU = torch.device("cpu")
 
@@ -759,7 +759,7 @@ def test_a_failure_of_the_device_is_a_refusal_and_lack_of_memory_is_not(
 def test_the_short_way_of_a_call_is_taken_for_calls_like_the_one_before_and_no_others(
     device: CudaDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torch_nimble.planned.device_for", lambda home: device)
+    monkeypatch.setattr("torch_nimble.plan_cache.device_for", lambda home: device)
     monkeypatch.setattr("torch_nimble.quick._current_device", lambda: -1)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()

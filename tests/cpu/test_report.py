@@ -21,15 +21,15 @@ import torch_nimble as nimble
 from cpu.helpers import Model, assert_equal
 from cpu.test_cli import GRAPH, run, run_apart
 from torch_nimble.capture import Adapter, Callee, capture
+from torch_nimble.commands.plan import make_plan, show_plan
+from torch_nimble.commands.report import Wanted, make_report
 from torch_nimble.execute.cpu import CpuExecutable
 from torch_nimble.execute.timelines import cpu_timeline, middle_pass
+from torch_nimble.folded import FoldedConstants
 from torch_nimble.lower import lower
-from torch_nimble.planning import make_plan, show_plan
 from torch_nimble.report.contents import report_of_plan
-from torch_nimble.reporting import Wanted, make_report
 from torch_nimble.schedule import Timeline, lanes, max_concurrency, serial
 from torch_nimble.tree import flatten_inputs
-from torch_nimble.weights import FoldedConstants
 
 
 class Net(nn.Module):

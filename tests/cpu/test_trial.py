@@ -10,11 +10,11 @@ from torch import nn
 
 from torch_nimble.capture import Adapter, Callee
 from torch_nimble.devices import device_for
+from torch_nimble.folded import FoldedConstants
 from torch_nimble.lower import lower
 from torch_nimble.prepare import roundings_of
 from torch_nimble.tree import flatten_inputs
 from torch_nimble.trial import Trial
-from torch_nimble.weights import FoldedConstants
 
 BFLOAT, FLOAT = (torch.finfo(dtype).eps for dtype in (torch.bfloat16, torch.float32))
 

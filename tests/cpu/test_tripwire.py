@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from torch_nimble.capture import Adapter, Callee, capture
-from torch_nimble.stepped import watch_optimizers
 from torch_nimble.tree import flatten_inputs
-from torch_nimble.weights import ModuleWatch, Tripwire, Watch
+from torch_nimble.watch.modules import ModuleWatch
+from torch_nimble.watch.optimizers import watch_optimizers
+from torch_nimble.watch.weights import Tripwire, Watch
 
 
 class Net(nn.Module):

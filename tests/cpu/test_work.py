@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import torch_nimble as nimble
 from cpu.helpers import Model
 from torch_nimble.capture import Adapter, Callee, capture
+from torch_nimble.commands.plan import gpu_taskgraph
 from torch_nimble.lower import lower
-from torch_nimble.planning import gpu_taskgraph
 from torch_nimble.report.work import fetched_bytes, work_of
 from torch_nimble.tree import flatten_inputs
 

@@ -9,10 +9,10 @@ from torch import nn
 
 from torch_nimble.capture import Adapter, Callee
 from torch_nimble.devices.cuda import CudaDevice
+from torch_nimble.folded import FoldedConstants
 from torch_nimble.options import Options
 from torch_nimble.tree import flatten_inputs
 from torch_nimble.trial import Trial
-from torch_nimble.weights import FoldedConstants
 
 
 class Branches(nn.Module):

@@ -16,7 +16,7 @@ import torch
 
 import torch_nimble
 from torch_nimble.bench.record import Json
-from torch_nimble.targets import module_file
+from torch_nimble.commands.targets import module_file
 
 DIRTY = "-dirty"
 """Ends the name of code that no commit stands for."""

@@ -44,9 +44,9 @@ from torch_nimble.bench.suites import FOR_GPUS, LONGEST, Case
 from torch_nimble.bench.systems import BY_NAME
 from torch_nimble.bench.training import STEPS
 from torch_nimble.bench.turns import Turns
+from torch_nimble.commands.files import check_folder
+from torch_nimble.commands.targets import make_inputs, module_file
 from torch_nimble.errors import OptionError
-from torch_nimble.files import check_folder
-from torch_nimble.targets import make_inputs, module_file
 
 log = logging.getLogger("torch_nimble")
 

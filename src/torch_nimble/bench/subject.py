@@ -12,8 +12,8 @@ import torch
 
 from torch_nimble.bench.record import Json
 from torch_nimble.bench.suites import Case
+from torch_nimble.commands.targets import DTYPES, load_target, make_inputs
 from torch_nimble.execute.check import worst_error
-from torch_nimble.targets import DTYPES, load_target, make_inputs
 from torch_nimble.tree import flatten_inputs, flatten_output, unflatten_inputs
 from torch_nimble.zoo.loading import RECIPES
 

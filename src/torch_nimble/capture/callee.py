@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torch_nimble.capture.imported import attributes_of_modules
-from torch_nimble.contents import COUNTED, Contents, same_value
 from torch_nimble.errors import CaptureError, InputError, OptionError
+from torch_nimble.watch.contents import COUNTED, Contents, same_value
 
 _PLAIN = (bool, int, float, complex, str)
 _NOT_FOLLOWED = ("torch", "torch_nimble")

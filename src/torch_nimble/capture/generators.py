@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from torch_nimble.capture.callee import Callee
-from torch_nimble.contents import is_value, own_data
 from torch_nimble.errors import CaptureError
+from torch_nimble.watch.contents import is_value, own_data
 
 _KINDS = (
     random.Random,

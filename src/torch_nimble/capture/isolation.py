@@ -19,8 +19,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from torch_nimble.capture.callee import Callee
-from torch_nimble.contents import COUNTED, Contents, described
 from torch_nimble.errors import CaptureError
+from torch_nimble.watch.contents import COUNTED, Contents, described
 
 IN_PLACE = re.compile(
     r"(?!requires_grad_)_?[a-z]\w*[^_]_|__setitem__"

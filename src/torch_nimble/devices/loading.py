@@ -1,7 +1,7 @@
 """What takes long to load: cuDNN when it is first used, modules of Inductor, and Triton by itself.
 
-Before it looks up a kernel, Triton reads all of its own files. None of the three needs the others, nor the
-loop that looks at weights, which has to be compiled.
+Before it looks up a kernel, Triton reads all of its own files. None of the three needs the others, nor
+the loop that looks at weights, which has to be compiled.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from torch_nimble.lower import inductor
-from torch_nimble.written import by_compiled_code
+from torch_nimble.watch.tensors import by_compiled_code
 
 log = logging.getLogger("torch_nimble")
 

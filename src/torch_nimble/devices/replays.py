@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from torch_nimble.collecting import no_garbage_collection
 from torch_nimble.execute.streams import Streams, capturing
+from torch_nimble.garbage import no_garbage_collection
 
 _NUMBER = -3
 """Of the stream that this is done on."""

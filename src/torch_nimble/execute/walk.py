@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import torch
 
-from torch_nimble.collecting import no_garbage_collection
 from torch_nimble.execute.room import Room
 from torch_nimble.execute.streams import capturing
+from torch_nimble.garbage import no_garbage_collection
 from torch_nimble.lower import Lowered
 from torch_nimble.lower.observe import storage_of, tensors_in
 from torch_nimble.lower.program import Call, resolve

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from torch_nimble.stepped import count_step
+from torch_nimble.watch.optimizers import count_step
 
 Tensors = Mapping[str, torch.Tensor]
 Group = Mapping[str, Any]

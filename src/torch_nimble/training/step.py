@@ -12,12 +12,11 @@ from torch import nn
 from torch_nimble.capture.isolation import attributes_kept
 from torch_nimble.errors import InputError, NimbleError, StateError
 from torch_nimble.options import Options
-from torch_nimble.planned import Planned
+from torch_nimble.plan_cache import PlanCache
 from torch_nimble.prepare import Progress
 from torch_nimble.prepared import Prepared
 from torch_nimble.quick import LastStep
 from torch_nimble.signature import Signature, as_arguments, check_tensors, written_back
-from torch_nimble.touched import Tables
 from torch_nimble.training.adapter import StepAdapter
 from torch_nimble.training.callee import StepCallee
 from torch_nimble.training.parallel import Processes
@@ -33,14 +32,15 @@ from torch_nimble.training.settings import (
 from torch_nimble.training.state import CountsApartError, StepState, refuse_sparse_gradients
 from torch_nimble.training.whole import Phase, Step, finish, kept_aside, to_put_back
 from torch_nimble.tree import Node, flatten_inputs, unflatten_inputs
-from torch_nimble.weights import ModuleWatch
+from torch_nimble.watch.dicts import Tables
+from torch_nimble.watch.modules import ModuleWatch
 
 _UPDATING = ("", "last batch", "update")
 """The parts of a step that end with an update."""
 _OTHER_STATE = "the optimizer, its settings or the parameters that it has were changed"
 
 
-class TrainingStep(Planned):
+class TrainingStep(PlanCache):
     """A training step with prepared plans: `loss = step(*batch)`; see `compile_step()`."""
 
     _fewer_shapes = "drop the last short batch of an epoch (drop_last=True)"

@@ -39,8 +39,11 @@ def examine() -> dict[str, Any]:
             reason = unsupported()
             kernels = "Inductor's fused kernels" if reason is None else f"torch's operators ({reason})"
             engine = f"CUDA graphs of {kernels}; for models on the CPU: {engine}"
-    from torch_nimble.written import by_compiled_code
+    from torch_nimble.watch.tensors import by_compiled_code
 
+    weights = (
+        "compiled code" if by_compiled_code() else "Python, which takes ten times as long (-v says why)"
+    )
     optional = {name: _version(name) for name in _OPTIONAL}
     missing = [f"{name}: {use}" for name, use in _OPTIONAL.items() if optional[name] is None]
     return {
@@ -52,7 +55,7 @@ def examine() -> dict[str, Any]:
         "required": {name: _version(name) for name in _REQUIRED},
         "optional": optional,
         "engine": engine,
-        "weights": "compiled code" if by_compiled_code() else "Python, which takes ten times as long (-v says why)",
+        "weights": weights,
         "missing": missing,
     }
 

@@ -14,8 +14,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import torch_nimble as nimble
-from torch_nimble import written
-from torch_nimble.written import Written
+from torch_nimble.watch import tensors as written
+from torch_nimble.watch.tensors import Written
 
 Tensor = torch.Tensor
 has_compiler = pytest.mark.skipif(not written.by_compiled_code(), reason="no C++ compiler is installed")
@@ -155,7 +155,7 @@ def test_python_looks_where_the_loop_cannot(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(f"torch_nimble.written.{name}", instead)
+    monkeypatch.setattr(f"torch_nimble.watch.tensors.{name}", instead)
     located = tensors(100)
     with caplog.at_level(logging.INFO, "torch_nimble"):
         look = Written(located, located)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import torch_nimble as nimble
 from cpu.helpers import Model, assert_close, eager
 from torch_nimble.capture import ParametersUnwritten
-from torch_nimble.contents import Contents, is_value
+from torch_nimble.watch.contents import Contents, is_value
 
 
 class Mode(enum.Enum):

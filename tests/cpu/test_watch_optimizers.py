@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import torch_nimble as nimble
+from torch_nimble.folded import FoldedConstants
 from torch_nimble.prepared import Prepared
-from torch_nimble.stepped import StepsOfOthers, watch_optimizers
-from torch_nimble.weights import FoldedConstants
+from torch_nimble.watch.optimizers import StepsOfOthers, watch_optimizers
 
 Made = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Made] = {

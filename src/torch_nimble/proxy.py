@@ -32,7 +32,7 @@ _FLUENT = frozenset(
 )
 
 
-class ModelFace:
+class ModelProxy:
     """Forwards to `__wrapped__` whatever the engine has not itself. Own attributes: `_set_own`."""
 
     __wrapped__: Any
@@ -83,7 +83,7 @@ class ModelFace:
 class _Fluent:
     """A method of the model that returns the model; here it returns the engine instead."""
 
-    def __init__(self, method: Callable[..., Any], engine: ModelFace) -> None:
+    def __init__(self, method: Callable[..., Any], engine: ModelProxy) -> None:
         self._method, self._engine = method, engine
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -9,12 +9,12 @@ from typing import Any, get_args
 
 from rich.console import Console
 
+from torch_nimble.commands.files import check_writable, writing
+from torch_nimble.commands.plan import make_plan, sentence
+from torch_nimble.commands.targets import device_of, is_graph_file, load_target
 from torch_nimble.errors import OptionError
-from torch_nimble.files import check_writable, writing
-from torch_nimble.planning import make_plan, sentence
 from torch_nimble.report import Race, Report, Times, save_page, save_trace
 from torch_nimble.report.contents import report_of_plan
-from torch_nimble.targets import device_of, is_graph_file, load_target
 
 _ROUNDS = 9
 
@@ -81,7 +81,7 @@ def _of_model(wanted: Wanted, console: Console) -> Report:
         import torch
 
         from torch_nimble.api import compile
-        from torch_nimble.demo import raced
+        from torch_nimble.commands.demo import raced
         from torch_nimble.tree import flatten_inputs, unflatten_inputs
 
         home = device_of(wanted.device)

@@ -11,10 +11,10 @@ from rich.console import Console
 
 from torch_nimble import zoo
 from torch_nimble.api import compile
+from torch_nimble.commands.targets import device_of
 from torch_nimble.execute.check import TOLERANCE, tf32_tolerance, worst_error
 from torch_nimble.execute.measure import Timing, race
 from torch_nimble.explain import Explanation
-from torch_nimble.targets import device_of
 from torch_nimble.tree import flatten_inputs, flatten_output, unflatten_inputs
 
 

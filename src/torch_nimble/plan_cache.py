@@ -38,22 +38,23 @@ from torch_nimble.errors import (
 from torch_nimble.explain import Explanation
 from torch_nimble.fallbacks import Evictions, Fallbacks, Refusals, level_of_caller
 from torch_nimble.flags import flags_on
+from torch_nimble.folded import FoldedConstants
 from torch_nimble.options import Options, disabled_by_environment
 from torch_nimble.plans import Plan
 from torch_nimble.prepare import Progress, refused_by_model
 from torch_nimble.prepared import Prepared
 from torch_nimble.report import Report, Times, report_of, save_page
 from torch_nimble.signature import Signature, check_devices, check_kinds, tensor_keys
-from torch_nimble.stepped import watch_optimizers
 from torch_nimble.taskgraph import TaskGraph
 from torch_nimble.tree import Node, unflatten_inputs
-from torch_nimble.weights import FoldedConstants, ModuleWatch
+from torch_nimble.watch.modules import ModuleWatch
+from torch_nimble.watch.optimizers import watch_optimizers
 
 _MANY_CHANGES = 3
 _EXCHANGED = "tensors of the model were exchanged for others of another shape, dtype or device"
 
 
-class Planned(ABC):
+class PlanCache(ABC):
     """Something that is called again and again, by one prepared plan for each signature.
 
     Attributes are set with `_set_own`: a subclass may look like a model, whose attributes are its own.

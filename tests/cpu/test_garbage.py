@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from torch_nimble.collecting import no_garbage_collection
+from torch_nimble.garbage import no_garbage_collection
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from torch_nimble.commands.targets import is_graph_file, load_target
 from torch_nimble.errors import OptionError
 from torch_nimble.estimate import Gpu, estimated, fuse, load_gpu
 from torch_nimble.execute.measure import Timing
@@ -17,7 +18,6 @@ from torch_nimble.plans import Plan
 from torch_nimble.schedule import analyse, max_concurrency, serial, simulate, verify
 from torch_nimble.schedule import lanes as lane_plan
 from torch_nimble.schedule.planners import concurrent_plans
-from torch_nimble.targets import is_graph_file, load_target
 from torch_nimble.taskgraph import TaskGraph
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from torch_nimble import touched
-from torch_nimble.touched import Tables
+from torch_nimble.watch import dicts
+from torch_nimble.watch.dicts import Tables
 
 
 class Watcher:
@@ -40,11 +40,11 @@ class Watcher:
 @pytest.fixture
 def watcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watcher]:
     made = Watcher()
-    monkeypatch.setattr(touched, "dict_version", made.version)
-    monkeypatch.setattr(touched, "counts_watched_only", lambda: True)
-    touched._clock.cache_clear()
+    monkeypatch.setattr(dicts, "dict_version", made.version)
+    monkeypatch.setattr(dicts, "counts_watched_only", lambda: True)
+    dicts._clock.cache_clear()
     yield made
-    touched._clock.cache_clear()
+    dicts._clock.cache_clear()
 
 
 def test_one_look_for_all(watcher: Watcher) -> None:

@@ -2,7 +2,7 @@
 
 A network has a thousand tensors, and to ask each of them from Python for its version and its address
 takes 0.1 to 0.3 µs: together as long as a GPU takes for all of a small network. So they are asked in a
-loop of C++ (`written.cpp`), which takes a tenth of that. A process that has a network of many tensors
+loop of C++ (`tensors.cpp`), which takes a tenth of that. A process that has a network of many tensors
 compiles it once, in 0.2 s. Where there is no compiler, or what it made does not notice what it should of
 a few tensors, Python asks, and the log says so.
 """

@@ -1,0 +1,1 @@
+"""What the commands of `torch-nimble` do, one module each; the command line itself is `cli.py`."""
