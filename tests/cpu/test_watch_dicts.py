@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from torch_nimble.watch import dicts
+from torch_nimble.watch import dicts, native
 from torch_nimble.watch.dicts import Tables
 
 
@@ -77,8 +78,11 @@ def test_those_who_look_do_not_disturb_each_other(watcher: Watcher) -> None:
     assert watcher.asked == before + 3
 
 
-def test_with_the_versions_of_this_python() -> None:
+@pytest.mark.parametrize("others", [0, 100])
+def test_with_the_versions_of_this_python(others: int) -> None:
+    """Of many, a compiled loop may look at them."""
     tables: list[dict[str, int]] = [{}, {"a": 1}, OrderedDict(b=2), defaultdict(int)]
+    tables += [{"x": i} for i in range(others)]
     for change in (
         lambda: tables[0].update(a=1),
         lambda: tables[1].pop("a"),
@@ -92,3 +96,15 @@ def test_with_the_versions_of_this_python() -> None:
         change()
         assert not watched.untouched()
     assert Tables(tables).untouched()
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="one look stands for all dicts")
+def test_the_loop_finds_what_dynamo_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert dicts._have_versions()
+    tables = [{i: i} for i in range(100)]
+    watched = Tables(tables)
+    monkeypatch.setattr(dicts, "dict_version", lambda table: pytest.fail("Python looked"))
+    if native.loops() is not None:
+        assert watched.untouched()
+        tables[99][0] = 1
+        assert not watched.untouched()

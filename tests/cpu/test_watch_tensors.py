@@ -14,17 +14,18 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import torch_nimble as nimble
-from torch_nimble.watch import tensors as written
+from torch_nimble.watch import native as loops
+from torch_nimble.watch import tensors
 from torch_nimble.watch.tensors import Written
 
 Tensor = torch.Tensor
-has_compiler = pytest.mark.skipif(not written.by_compiled_code(), reason="no C++ compiler is installed")
+has_compiler = pytest.mark.skipif(not tensors.by_compiled_code(), reason="no C++ compiler is installed")
 
 
-def tensors(count: int) -> list[Tensor]:
-    made: list[Tensor] = [nn.Parameter(torch.randn(i % 5 + 1, 3)) for i in range(count)]
-    made[1::3] = [torch.randn(3, 4).t() for _ in made[1::3]]
-    return made
+def made(count: int) -> list[Tensor]:
+    several: list[Tensor] = [nn.Parameter(torch.randn(i % 5 + 1, 3)) for i in range(count)]
+    several[1::3] = [torch.randn(3, 4).t() for _ in several[1::3]]
+    return several
 
 
 def write(tensor: Tensor) -> None:
@@ -42,21 +43,21 @@ def read(tensor: Tensor) -> None:
 
 @has_compiler
 def test_the_loop_tells_what_python_tells() -> None:
-    native, draw = written._native(), random.Random(0)
+    native, draw = tensors._native(), random.Random(0)
     assert native is not None
     told = set()
     for count in (0, 1, 7, 200):
         for _ in range(20):
-            located = tensors(count)
+            located = made(count)
             counted = [tensor for tensor in located if draw.random() < 0.8]
             looks = [
-                written._by_native(native, located, counted),
-                written._by_python(located, counted),
+                tensors._Looped(located, counted, native),
+                tensors._Asked(located, counted),
             ]
             for _ in range(3):
                 if located:
                     draw.choice((write, move, read, read, read))(draw.choice(located))
-                found = [look() for look in looks]
+                found = [look.untouched() for look in looks]
                 assert found[0] == found[1]
                 told.add(found[0])
     assert told == {False, True}
@@ -66,7 +67,7 @@ def test_the_loop_tells_what_python_tells() -> None:
 @pytest.mark.parametrize("position", [0, 63, 99])
 def test_one_of_many_is_enough(position: int) -> None:
     for change in (write, move):
-        located = tensors(100)
+        located = made(100)
         look = Written(located, located)
         assert look.untouched()
         change(located[position])
@@ -75,18 +76,18 @@ def test_one_of_many_is_enough(position: int) -> None:
 
 @has_compiler
 def test_tensors_without_a_version_are_not_taken_for_unchanged() -> None:
-    native = written._native()
+    native = tensors._native()
     assert native is not None
     tensor = nn.Parameter(torch.randn(3))
-    look = written._by_native(native, [tensor], [tensor])
+    look = tensors._Looped([tensor], [tensor], native)
     with torch.inference_mode():
         tensor.data = torch.randn(3)
-    assert not look()
+    assert not look.untouched()
 
 
 @pytest.mark.parametrize("count", [2, 100])
 def test_nothing_is_held_when_it_is_gone(count: int) -> None:
-    located = tensors(count)
+    located = made(count)
     before = [tensor._use_count() for tensor in located]
     look = Written(located, located)
     assert look.untouched()
@@ -98,7 +99,7 @@ def test_nothing_is_held_when_it_is_gone(count: int) -> None:
 @pytest.mark.parametrize("count", [2, 100])
 def test_memory_that_was_exchanged_stays_until_somebody_has_noticed(count: int) -> None:
     """Else an allocator would give it out again, and other weights would lie where the first lay."""
-    located = tensors(count)
+    located = made(count)
     memory = StorageWeakRef(located[0].untyped_storage())
     look = Written(located, located)
     move(located[0])
@@ -125,9 +126,11 @@ def test_an_engine_keeps_exchanged_memory_until_its_next_call() -> None:
 
 @pytest.fixture
 def _anew() -> Iterator[None]:
-    written._native.cache_clear()
+    for found in (tensors._native, loops.loops):
+        found.cache_clear()
     yield
-    written._native.cache_clear()
+    for found in (tensors._native, loops.loops):
+        found.cache_clear()
 
 
 def _nothing(*_: object, **__: object) -> None:
@@ -142,9 +145,9 @@ def _fails(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("name", "instead", "said"),
     [
-        ("shutil.which", _nothing, "there is no C++ compiler"),
-        ("subprocess.run", _fails, "failed: no such option"),
-        ("_tells", lambda _: False, "does not tell"),
+        ("native.shutil.which", _nothing, "there is no C++ compiler"),
+        ("native.subprocess.run", _fails, "failed: no such option"),
+        ("tensors._tells", lambda _: False, "does not notice"),
     ],
 )
 def test_python_looks_where_the_loop_cannot(
@@ -155,8 +158,8 @@ def test_python_looks_where_the_loop_cannot(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(f"torch_nimble.watch.tensors.{name}", instead)
-    located = tensors(100)
+    monkeypatch.setattr(f"torch_nimble.watch.{name}", instead)
+    located = made(100)
     with caplog.at_level(logging.INFO, "torch_nimble"):
         look = Written(located, located)
     assert said in caplog.text or not has_compiler

@@ -5,20 +5,27 @@ guards can tell the version of a dict, which moves with each change. Since Pytho
 versions from a watcher: one counter, moved by changes of watched dicts only, from which each of them
 takes its version. A dict nobody has seen takes the next number, so asking for the version of a new one
 reads the counter, and one look stands for all dicts; all but the empty ones, for to fill those by
-`update` is told to watchers as something else (an OrderedDict is filled one by one). With older Pythons,
+`update` is told to watchers as something else (an OrderedDict is filled one by one). With Python 3.11,
 where every dict of the process moves the counter, and wherever it does not behave so, each dict is
-looked at.
+looked at, by a compiled loop where that finds in a dict what Dynamo tells of it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import sys
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 from torch._C._dynamo.guards import dict_version
+
+from torch_nimble.watch.native import MANY, loops
+
+_VERSION_AT = object.__basicsize__ + 8
+"""Where Python 3.11 keeps the version in a dict: behind the head of all objects, and its length."""
 
 
 class Clock:
@@ -57,6 +64,39 @@ def _clock() -> Clock | None:
     return Clock() if counts_watched_only() else None
 
 
+@functools.cache
+def _have_versions() -> bool:
+    """Whether dicts have their versions where those of Python 3.11 do."""
+    if sys.version_info >= (3, 12):
+        return False
+    tables: list[dict[int, int]] = [{}, {0: 0}, OrderedDict(), OrderedDict({0: 0}), defaultdict(int)]
+    for _ in range(2):
+        for table in tables:
+            place = ctypes.c_uint64.from_address(id(table) + _VERSION_AT)
+            if place.value != dict_version(table):
+                return False
+            table[1] = 1
+    return True
+
+
+class _Loop:
+    """The versions of dicts in the compiled loop; whoever has it holds the dicts."""
+
+    def __init__(
+        self, made: ctypes.PyDLL, tables: Sequence[dict[Any, Any]], versions: Sequence[int]
+    ) -> None:
+        self._function, self._count = made.objects_as_they_were, len(tables)
+        self._arrays = (
+            (ctypes.c_void_p * self._count)(*map(id, tables)),
+            (ctypes.c_uint64 * self._count)(*versions),
+        )
+        places = map(ctypes.addressof, self._arrays)  # type: ignore[arg-type]
+        self._arguments = (self._count, *places, _VERSION_AT)
+
+    def untouched(self) -> bool:
+        return bool(self._function(*self._arguments) == self._count)
+
+
 class Tables:
     """Dicts that should stay as they are."""
 
@@ -66,9 +106,16 @@ class Tables:
         self._versions_now()  # from now on they are watched
         self._time = self._now()
         self._versions = self._versions_now()
+        self._loop = None
+        if self._time is None and len(tables) >= MANY and _have_versions():
+            made = loops()
+            self._loop = None if made is None else _Loop(made, tables, self._versions)
 
     def _versions_now(self) -> list[int]:
         return list(map(dict_version, self.tables))
+
+    def _have_their_versions(self) -> bool:
+        return self._versions == self._versions_now() if self._loop is None else self._loop.untouched()
 
     @staticmethod
     def _now() -> int | None:
@@ -81,7 +128,9 @@ class Tables:
             return False
         time = self._now()
         if time is None or time != self._time:
-            if self._versions != self._versions_now():
+            if not (
+                self._versions == self._versions_now() if self._loop is None else self._loop.untouched()
+            ):
                 return False
             self._time = time
         return True

@@ -2,9 +2,8 @@
 
 A network has a thousand tensors, and to ask each of them from Python for its version and its address
 takes 0.1 to 0.3 µs: together as long as a GPU takes for all of a small network. So they are asked in a
-loop of C++ (`tensors.cpp`), which takes a tenth of that. A process that has a network of many tensors
-compiles it once, in 0.2 s. Where there is no compiler, or what it made does not notice what it should of
-a few tensors, Python asks, and the log says so.
+compiled loop, which takes a tenth of that. Where there is none, or it does not notice what it should
+of a few tensors, Python asks, and the log says so.
 """
 
 from __future__ import annotations
@@ -13,11 +12,6 @@ import ctypes
 import functools
 import logging
 import operator
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,17 +21,12 @@ from typing import Any
 import torch
 
 from torch_nimble.errors import first_line
+from torch_nimble.watch.native import MANY, loops
 
 log = logging.getLogger("torch_nimble")
 
 _VERSION = operator.attrgetter("_version")
 _DATA_PTR = torch.Tensor.data_ptr
-_SOURCE = Path(__file__).with_suffix(".cpp")
-_FUNCTION = "torch_nimble_untouched"
-_COMPILERS = ("c++", "g++", "clang++")
-_PATIENCE_S = 60
-_MANY = 64
-"""Fewer tensors are soon asked."""
 _NEVER = -1
 """The version of a tensor that may be written."""
 
@@ -52,20 +41,23 @@ class Written:
     def __init__(self, located: Sequence[torch.Tensor], counted: Sequence[torch.Tensor]) -> None:
         """Of those that are `counted`, all of which are `located`, the version is looked at, too."""
         self._memory = [tensor.untyped_storage() for tensor in located]
-        native = _native() if len(located) >= _MANY else None
-        self.untouched: Callable[[], bool] = (
-            _by_python(located, counted) if native is None else _by_native(native, located, counted)
-        )
+        native = _native() if len(located) >= MANY else None
+        look = _Asked(located, counted) if native is None else _Looped(located, counted, native)
+        self.untouched: Callable[[], bool] = look.untouched
         """Whether nobody has written them or given them other memory."""
 
 
-def _by_python(located: Sequence[torch.Tensor], counted: Sequence[torch.Tensor]) -> Callable[[], bool]:
-    addresses, versions = list(map(_DATA_PTR, located)), list(map(_VERSION, counted))
+class _Asked:
+    """One by one, from Python."""
 
-    def untouched() -> bool:
-        return versions == list(map(_VERSION, counted)) and addresses == list(map(_DATA_PTR, located))
+    def __init__(self, located: Sequence[torch.Tensor], counted: Sequence[torch.Tensor]) -> None:
+        self._located, self._counted = located, counted
+        self._addresses, self._versions = list(map(_DATA_PTR, located)), list(map(_VERSION, counted))
 
-    return untouched
+    def untouched(self) -> bool:
+        return self._versions == list(map(_VERSION, self._counted)) and (
+            self._addresses == list(map(_DATA_PTR, self._located))
+        )
 
 
 @dataclass(frozen=True)
@@ -77,25 +69,26 @@ class _Native:
     version: int
 
 
-def _by_native(
-    native: _Native, located: Sequence[torch.Tensor], counted: Sequence[torch.Tensor]
-) -> Callable[[], bool]:
-    count, is_counted = len(located), set(map(id, counted))
-    versions = [tensor._version if id(tensor) in is_counted else _NEVER for tensor in located]
-    handles = _Handles(located)
-    arrays = (
-        (ctypes.c_void_p * count)(*handles.addresses),
-        (ctypes.c_void_p * count)(*map(_DATA_PTR, located)),
-        (ctypes.c_int64 * count)(*versions),
-    )
-    places = [ctypes.addressof(array) for array in arrays]
-    arguments = (count, *places, native.data_ptr, native.version)
-    function = native.function
+class _Looped:
+    """All of them in the compiled loop."""
 
-    def untouched(_held: Any = (handles, arrays)) -> bool:
-        return bool(function(*arguments) == count)
+    def __init__(
+        self, located: Sequence[torch.Tensor], counted: Sequence[torch.Tensor], native: _Native
+    ) -> None:
+        self._function, self._count = native.function, len(located)
+        is_counted = set(map(id, counted))
+        versions = [tensor._version if id(tensor) in is_counted else _NEVER for tensor in located]
+        self._handles = _Handles(located)
+        self._arrays = (
+            (ctypes.c_void_p * self._count)(*self._handles.addresses),
+            (ctypes.c_void_p * self._count)(*map(_DATA_PTR, located)),
+            (ctypes.c_int64 * self._count)(*versions),
+        )
+        places = map(ctypes.addressof, self._arrays)  # type: ignore[arg-type]
+        self._arguments = (self._count, *places, native.data_ptr, native.version)
 
-    return untouched
+    def untouched(self) -> bool:
+        return bool(self._function(*self._arguments) == self._count)
 
 
 class _Handles:
@@ -117,15 +110,18 @@ def _pointer(capsule: object) -> int:
 
 @functools.cache
 def _native() -> _Native | None:
-    """The compiled loop, None where there is none; the same for all of a process."""
+    """The compiled loop, if it notices what it should of a few tensors."""
+    made = loops()
+    if made is None:
+        return None
     try:
-        native = _made()
+        torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        data_ptr, version = torch_cpu.aoti_torch_get_data_ptr, torch_cpu._ZNK2at10TensorBase8_versionEv
+        native = _Native(made.tensors_as_they_were, _place(data_ptr), _place(version))
         if not _tells(native):
-            raise RuntimeError("it does not tell that tensors were written or moved")
-    except Exception as reason:  # whatever the machine lacks
-        log.info(
-            "weights are looked at by Python, which takes ten times as long: %s", first_line(reason)
-        )
+            raise RuntimeError("compiled code does not notice that tensors were written or moved")
+    except Exception as reason:  # another torch than was known
+        log.info("Python looks at weights, which takes ten times as long: %s", first_line(reason))
         return None
     return native
 
@@ -133,35 +129,6 @@ def _native() -> _Native | None:
 def by_compiled_code() -> bool:
     """Whether tensors are looked at by compiled code here."""
     return _native() is not None
-
-
-def _made() -> _Native:
-    """The loop, compiled for this process; what the compiler made is not needed once it is loaded."""
-    if sys.platform != "linux":
-        raise RuntimeError(f"this is not tried on {sys.platform}")
-    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, _COMPILERS)), None)
-    if compiler is None:
-        raise RuntimeError(f"there is no C++ compiler ({', '.join(_COMPILERS)}, or in CXX)")
-    with tempfile.TemporaryDirectory(prefix="torch_nimble-") as folder:
-        library = Path(folder) / "written.so"
-        command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(_SOURCE)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{compiler} failed: {first_line(done.stderr)}")
-        return _loaded(library)
-
-
-def _loaded(path: Path) -> _Native:
-    """The loop of a library. Whoever calls it keeps Python's lock, so that no thread moves a tensor."""
-    own = ctypes.PyDLL(str(path))
-    torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-    function = own[_FUNCTION]
-    function.restype, function.argtypes = ctypes.c_size_t, (ctypes.c_size_t, *[ctypes.c_void_p] * 5)
-    return _Native(
-        function,
-        _place(torch_cpu.aoti_torch_get_data_ptr),
-        _place(torch_cpu._ZNK2at10TensorBase8_versionEv),
-    )
 
 
 def _place(function: Any) -> int:
@@ -174,7 +141,7 @@ def _tells(native: _Native) -> bool:
         written, moved, free = (torch.zeros(2) for _ in range(3))
         changes = (lambda: written.add_(1), lambda: setattr(moved, "data", torch.ones(2)))
         for change in changes:
-            untouched = _by_native(native, [written, moved, free], [written, moved])
+            untouched = _Looped([written, moved, free], [written, moved], native).untouched
             free.add_(1)
             if not untouched():
                 return False
