@@ -22,7 +22,7 @@ from torch_nimble.capture import (
     Callee,
     Traceable,
     generators_kept,
-    refuse_unmade,
+    refuse_unplain_state,
     values_kept,
 )
 from torch_nimble.devices import Device, RefusedError, device_for
@@ -275,7 +275,7 @@ class PlanCache(ABC):
     def _check_call(self, structure: Node, tensors: Sequence[torch.Tensor]) -> None:
         args, kwargs = unflatten_inputs(structure, tensors)
         self._callee.check_arguments(tuple(args), kwargs)
-        refuse_unmade(self._callee)
+        refuse_unplain_state(self._callee)
         home = self._home(tensors)
         if home is None or home.type != "cuda":
             check_devices(structure, tensors, home if self._modules_watch.devices() else None)

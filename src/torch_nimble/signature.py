@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_nimble.capture import AutocastState
 from torch_nimble.errors import InputError
@@ -85,11 +86,16 @@ def check_tensors(structure: Node, tensors: Sequence[torch.Tensor]) -> list[torc
     """The tensors, lazily conjugated or negated ones resolved.
 
     InputError for what no plan can take: inputs that want gradients, or are not dense, or are those of
-    a transform.
+    a transform, or stand for tensors of their own.
     """
     if transforming():
         _refuse_transformed(structure, tensors)
     for i, tensor in enumerate(tensors):
+        if type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor):
+            raise InputError(
+                f"{input_paths(structure)[i]} is a {type(tensor).__name__}, which stands for tensors of "
+                "its own; pass a plain tensor"
+            )
         if tensor.requires_grad and torch.is_grad_enabled():
             raise InputError(
                 f"{input_paths(structure)[i]} requires grad, but a compiled model does not record "

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._higher_order_ops.while_loop import while_loop
 from torch.autograd import forward_ad
+from torch.testing._internal.two_tensor import TwoTensor
 
 import torch_nimble as nimble
 from cpu.helpers import assert_close
@@ -163,6 +164,15 @@ def test_a_lazy_module_is_to_be_called_first() -> None:
     expected = model(X).detach()
     assert_close(fast(X), expected)
     fast.close()
+
+
+def test_tensors_that_stand_for_several_are_refused() -> None:
+    model, two = nn.Linear(3, 3).eval(), TwoTensor(torch.randn(3, 3), torch.randn(3, 3))
+    with pytest.raises(nimble.InputError, match="argument 0 is a TwoTensor, which stands for tensors"):
+        nimble.compile(model, (two,))
+    model.weight = nn.Parameter(two)
+    with pytest.raises(nimble.CaptureError, match="'weight' is a TwoTensor, which stands for tensors"):
+        nimble.compile(model, (X,))
 
 
 def test_a_module_with_a_compiled_call_is_refused() -> None:

@@ -1,6 +1,6 @@
 """From a model and example inputs to a functional ATen graph with static shapes."""
 
-from torch_nimble.capture.callee import Callee, refuse_unmade
+from torch_nimble.capture.callee import Callee, refuse_unplain_state
 from torch_nimble.capture.fastpaths import has_fast_paths
 from torch_nimble.capture.generators import TorchGenerators, generators_kept
 from torch_nimble.capture.inference import (
@@ -38,6 +38,6 @@ __all__ = [
     "examples",
     "generators_kept",
     "has_fast_paths",
-    "refuse_unmade",
+    "refuse_unplain_state",
     "values_kept",
 ]

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_nimble.capture.imported import attributes_of_modules
 from torch_nimble.errors import CaptureError, InputError, OptionError
@@ -169,14 +170,20 @@ def refuse_compiled(target: Any) -> None:
                 )
 
 
-def refuse_unmade(callee: Callee) -> None:
-    """CaptureError if parameters or buffers of lazy modules have no shape yet."""
+def refuse_unplain_state(callee: Callee) -> None:
+    """CaptureError if a parameter or buffer has no shape yet, or is more than one tensor."""
     for module in callee.watched:
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if is_lazy(tensor):
                 raise CaptureError(
                     f"{callee.name} ({callee.location}): {name!r} of a lazy module has no shape yet; "
                     "call the model itself once with such inputs, and then the engine"
+                )
+            if is_traceable_wrapper_subclass(tensor):
+                raise CaptureError(
+                    f"{callee.name} ({callee.location}): {name!r} is a {type(tensor).__name__}, which "
+                    "stands for tensors of its own, as quantized or distributed weights do; a plan is "
+                    "made of plain ones: compile the model before it is converted, or use torch.compile"
                 )
 
 
