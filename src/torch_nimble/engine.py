@@ -30,8 +30,7 @@ from torch_nimble.proxy import ModelProxy
 from torch_nimble.quick import MISS, QuickCall
 from torch_nimble.signature import Signature, as_arguments, check_tensors, share_memory, written_back
 from torch_nimble.tree import Node, flatten_inputs, unflatten_inputs
-from torch_nimble.watch.modules import ModuleWatch
-from torch_nimble.watch.weights import Tripwire
+from torch_nimble.watch.modules import ModuleWatch, Tripwire
 
 
 class Engine(ModelProxy, PlanCache):
@@ -42,6 +41,11 @@ class Engine(ModelProxy, PlanCache):
     """
 
     _quick: QuickCall | None
+    """For calls like the last one."""
+    _quicks: dict[Any, QuickCall]
+    """By the kind of call, for all that there were."""
+    _wire: Tripwire | None
+    """Untouched since the modules were what `_modules_watch` knows."""
     _batching: Batching | None
 
     def __init__(self, target: Any, options: Options, progress: Progress = lambda stage: None) -> None:
@@ -49,6 +53,8 @@ class Engine(ModelProxy, PlanCache):
             raise OptionError("an engine cannot be compiled once more; compile its model (.__wrapped__)")
         self._set_own("__wrapped__", target)
         self._set_own("_quick", None)
+        self._set_own("_quicks", {})
+        self._set_own("_wire", None)
         self._set_own("_batching", Batching(options.batch_sizes) if options.batch_sizes else None)
         self._begin(Callee(target), options, progress)
 
@@ -75,9 +81,15 @@ class Engine(ModelProxy, PlanCache):
     forward = __call__
 
     def _answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The long way of a call."""
+        """The long way of a call, unless it is like one that was served before the last."""
         given, structure = flatten_inputs(args, kwargs)
         tensors = check_tensors(structure, given)
+        known = self._quicks.get(_kind(structure, tensors)) if self._quicks else None
+        if known is not None and known is not self._quick:
+            self._set_own("_quick", known)
+            result = known(args, kwargs)
+            if result is not MISS:
+                return result
         self._follow_modules()
         call = self._call if self._batching is None else self._call_batched
         if any(map(operator.is_not, tensors, given)) and share_memory(given):
@@ -96,21 +108,22 @@ class Engine(ModelProxy, PlanCache):
 
     def _remember(self, prepared: Prepared, structure: Node, tensors: Sequence[torch.Tensor]) -> None:
         """Let calls like this one take the short way, where there is one."""
-        executable = prepared.choice.executable
-        if not isinstance(executable, CudaExecutable) or self._batching is not None:
+        executable, callee, watch = prepared.choice.executable, self._callee, prepared.watch
+        if not isinstance(executable, CudaExecutable):
             return
-        callee, modules, watch = self._callee, self._modules_watch, prepared.watch
-        wire = Tripwire(modules, watch)
-        # What changed before there was a wire does not trip it.
-        if not (modules.unchanged() and watch.unchanged() and callee.reaches_the_same()):
+        # A preparation touches modules. What was changed before there was a wire does not trip it.
+        if not (self._has_same_modules() and watch.unchanged()):
             return
-        if tuple(modules.training()) != prepared.signature.training:
+        wire = self._wire
+        if wire is None or tuple(self._modules_watch.training()) != prepared.signature.training:
             return
 
         def unchanged() -> bool:
-            return wire.untouched() and (callee.module is not None or callee.reaches_the_same())
+            return wire.untouched() and watch.as_they_were() and callee.reaches_the_same()
 
-        self._set_own("_quick", QuickCall(prepared, executable, structure, tensors, unchanged))
+        quick = QuickCall(prepared, executable, structure, tensors, unchanged)
+        self._quicks[_kind(structure, tensors)] = quick
+        self._set_own("_quick", quick)
 
     def _call_batched(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Any:
         batching = self._batching
@@ -227,10 +240,10 @@ class Engine(ModelProxy, PlanCache):
 
     def _follow_modules(self) -> None:
         """Forget all plans if the model does not consist of the same modules any more."""
-        if self._modules_watch.unchanged() and self._callee.reaches_the_same():
+        if self._has_same_modules():
             return
         with self._lock:
-            if self._modules_watch.unchanged() and self._callee.reaches_the_same():
+            if self._has_same_modules():
                 return
             remedy = "Keep what does not influence results outside of the model"
             what = self._modules_watch.what_changed()
@@ -240,15 +253,29 @@ class Engine(ModelProxy, PlanCache):
             self._set_own("_callee", callee)
             self._set_own("_modules_watch", ModuleWatch(callee.modules.values(), callee.watched))
 
+    def _has_same_modules(self) -> bool:
+        """Whether nothing but tensors has changed; to look at everything is the exception."""
+        wire = self._wire
+        if wire is not None and wire.untouched():
+            return self._callee.reaches_the_same()
+        wire = Tripwire(self._modules_watch)  # before the look, so that it misses nothing after it
+        is_same = self._modules_watch.unchanged() and self._callee.reaches_the_same()
+        self._set_own("_wire", wire if is_same else None)
+        return is_same
+
     # ------------------------------------------------------------ forgetting
 
     def _close(self, signature: Signature) -> None:
-        self._set_own("_quick", None)
+        self._forget_quick_calls()
         super()._close(signature)
 
     def _drop_plans(self) -> None:
-        self._set_own("_quick", None)
+        self._forget_quick_calls()
         super()._drop_plans()
+
+    def _forget_quick_calls(self) -> None:
+        self._set_own("_quick", None)
+        self._quicks.clear()
 
     def _forget_findings(self) -> None:
         super()._forget_findings()
@@ -258,3 +285,8 @@ class Engine(ModelProxy, PlanCache):
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{len(self._prepared)} prepared"
         return f"<torch_nimble.Engine of {self._callee.name}, {state}>"
+
+
+def _kind(structure: Node, tensors: Sequence[torch.Tensor]) -> Any:
+    """Equal for calls that may take the same short way."""
+    return structure, *((tensor.shape, tensor.dtype) for tensor in tensors)

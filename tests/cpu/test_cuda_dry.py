@@ -807,3 +807,33 @@ def test_the_short_way_of_a_call_is_taken_for_calls_like_the_one_before_and_no_o
             model[0].weight.add_(1)
         assert not is_taken(x)
     assert not is_taken(x)  # closed
+
+
+def test_calls_of_several_kinds_take_the_short_way_in_any_order(
+    device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch_nimble.plan_cache.device_for", lambda home: device)
+    monkeypatch.setattr("torch_nimble.quick._current_device", lambda: -1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
+    xs = [torch.randn(rows, 4) for rows in (1, 2)]
+    with nimble.compile(model, batch_sizes=[1, 2]) as fast:
+        for x in xs:
+            fast(x)
+        for quick in fast._quicks.values():
+            quick._index = -1  # of tensors of the host
+            quick._signature = replace(
+                quick._signature, flags=flags_on("cuda"), autocast_dtype=torch.get_autocast_dtype("cuda")
+            )
+        planned, plan_for = [], fast._plan_for
+        fast._set_own("_plan_for", lambda *given: (planned.append(given), plan_for(*given))[1])
+        for x in (xs[0], xs[1], xs[1], xs[0]):
+            assert fast(x).shape == x.shape
+        assert not planned
+        with pytest.raises(nimble.InputError, match="dense"):
+            fast(xs[0].to_sparse())
+        with torch.no_grad():
+            model[0].weight.add_(1)
+        for x in xs:
+            assert fast(x).shape == x.shape
+        assert len(planned) == 2

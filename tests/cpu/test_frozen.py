@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torch_nimble as nimble
-from cpu.helpers import run_script
+from cpu.helpers import assert_close, eager, run_script
 from torch_nimble import schedule
 from torch_nimble.api import taskgraph
+from torch_nimble.watch.modules import ModuleWatch
 
 X = torch.linspace(-1, 1, 8).view(2, 4)
 
@@ -90,6 +91,22 @@ def test_a_change_of_the_model_is_seen_by_the_next_call(change: Callable[[Scaled
     change(model)
     same(fast(X), model(X))
     assert before.shape != model(X).shape or not torch.allclose(before, model(X))
+
+
+def test_everything_is_looked_at_only_if_something_was_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, looks = Scaled().eval(), torch.randn(2, 4), []
+    with nimble.compile(model, args=(x,)) as fast:
+        fast(x)
+        whole = ModuleWatch.unchanged
+        monkeypatch.setattr(ModuleWatch, "unchanged", lambda self: (looks.append(1), whole(self))[1])
+        fast(x), fast(x)
+        assert not looks
+        model.scale = model.scale * 1  # the same number, another object
+        assert_close(fast(x), eager(model, x))
+        assert looks
+        looks.clear()
+        fast(x)
+        assert not looks
 
 
 def test_a_fused_optimizer_step_reaches_folded_weights() -> None:

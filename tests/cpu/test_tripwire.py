@@ -10,9 +10,9 @@ from torch import nn
 
 from torch_nimble.capture import Adapter, Callee, capture
 from torch_nimble.tree import flatten_inputs
-from torch_nimble.watch.modules import ModuleWatch
+from torch_nimble.watch.modules import ModuleWatch, Tripwire
 from torch_nimble.watch.optimizers import watch_optimizers
-from torch_nimble.watch.weights import Tripwire, Watch
+from torch_nimble.watch.weights import Watch
 
 
 class Net(nn.Module):
@@ -25,13 +25,23 @@ class Net(nn.Module):
         return self.inner(x) * self.scale
 
 
-def wire_of(model: Net) -> Tripwire:
+class Wires:
+    """What a quick call looks at."""
+
+    def __init__(self, modules: ModuleWatch, watch: Watch) -> None:
+        self._wire, self._watch = Tripwire(modules), watch
+
+    def untouched(self) -> bool:
+        return self._wire.untouched() and self._watch.as_they_were()
+
+
+def wires_of(model: Net) -> Wires:
     tensors, structure = flatten_inputs((torch.randn(3, 4),), {})
     callee = Callee(model)
     captured = capture(Adapter(callee, structure), tensors)
     modules = ModuleWatch(callee.modules.values())
     watch_optimizers()
-    return Tripwire(modules, Watch(captured.constants, captured.mutated, modules.modules))
+    return Wires(modules, Watch(captured.constants, captured.mutated, modules.modules))
 
 
 def write_in_place(model: Net) -> None:
@@ -79,7 +89,7 @@ CHANGES: dict[str, Callable[[Net], object]] = {
 def test_a_change_trips_it(name: str) -> None:
     torch.manual_seed(0)
     model = Net().eval()
-    wire = wire_of(model)
+    wire = wires_of(model)
     assert wire.untouched()
     CHANGES[name](model)
     assert not wire.untouched()
@@ -87,7 +97,7 @@ def test_a_change_trips_it(name: str) -> None:
 
 def test_calls_and_looks_do_not() -> None:
     model = Net().eval()
-    wire = wire_of(model)
+    wire = wires_of(model)
     with torch.no_grad():
         model(torch.randn(3, 4))
     model.state_dict()

@@ -13,6 +13,7 @@ from torch import nn
 
 from torch_nimble.capture import MODEL_LOCK, Assigned
 from torch_nimble.watch.contents import Contents, described, is_value, own_attributes, same_value
+from torch_nimble.watch.dicts import Tables
 
 _TRAINING = operator.itemgetter("training")
 
@@ -110,6 +111,22 @@ class ModuleWatch:
         }
         self._first = next(((table, key) for table, key, _ in found.values()), None)
         self._devices = frozenset(device for _, _, device in found.values())
+
+
+class Tripwire:
+    """Tells quickly that no module was touched since it was made; if not, look at what changed.
+
+    Setting an attribute to what it was trips it too.
+    """
+
+    def __init__(self, modules: ModuleWatch) -> None:
+        inner = [t for m in modules.modules for t in (m._parameters, m._buffers, m._modules)]
+        self._contents = modules.contents
+        self._tables = Tables([*modules._tables, *modules._hooks, *inner, *self._contents.tables])
+
+    def untouched(self) -> bool:
+        """Whether no attribute, entry, hook or container is another."""
+        return self._tables.untouched() and self._contents.others_unchanged()
 
 
 class _Attributes:

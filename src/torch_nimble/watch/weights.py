@@ -23,7 +23,7 @@ from torch import nn
 
 from torch_nimble.capture import Source
 from torch_nimble.watch.dicts import Tables
-from torch_nimble.watch.modules import ModuleWatch, are_the_same
+from torch_nimble.watch.modules import are_the_same
 from torch_nimble.watch.optimizers import StepsOfOthers
 from torch_nimble.watch.tensors import Written
 
@@ -133,22 +133,3 @@ def _looks(tensors: list[Any]) -> list[Any]:
         else None
         for i, t in enumerate(tensors)
     ]
-
-
-class Tripwire:
-    """Tells quickly that nothing was touched since it was made; if not, look at what changed.
-
-    Setting an attribute to what it was trips it too.
-    """
-
-    def __init__(self, modules: ModuleWatch, watch: Watch) -> None:
-        self._watch = watch
-        inner = [t for m in modules.modules for t in (m._parameters, m._buffers, m._modules)]
-        self._contents = modules.contents
-        self._tables = Tables([*modules._tables, *modules._hooks, *inner, *self._contents.tables])
-
-    def untouched(self) -> bool:
-        """Whether no table, tensor, hook or optimizer has done anything."""
-        return (
-            self._tables.untouched() and self._watch.as_they_were() and self._contents.others_unchanged()
-        )
