@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from cpu.bench_records import HTML, full, line, rejected, speed, timed
+from cpu.bench_records import HTML, full, line, rejected, speed, step, timed
 from torch_nimble.bench import command, page, tables
 from torch_nimble.bench.plots import Level, Panel, Point, Series, bars, lines, ticks
 from torch_nimble.bench.record import Json
@@ -341,6 +341,8 @@ def test_ticks_are_few_and_round_and_reach_the_top(top: float) -> None:
 def test_the_pieces_of_documentation() -> None:
     pieces = tables.markdown(full(), READINGS)
     assert set(pieces) == {
+        "gpu summary",
+        "gpu training summary",
         "gpu table",
         "gpu streams",
         "gpu idle",
@@ -361,6 +363,7 @@ def test_the_pieces_of_documentation() -> None:
     assert pieces["gpu table"].startswith(
         "NVIDIA H200, driver 580.1, torch 2.11.0, triton 3.6.0, TF32 on"
     )
+    assert "commit e591c9f of 2026-11-15" in pieces["gpu batch"]
     assert "commit e591c9f of 2026-11-16" in pieces["gpu table"]
     assert "<img" not in pieces["gpu table"]
     assert re.search(r"nasnet-a-mobile +\| fp32 .* 85 % .* 7 %", pieces["gpu idle"])
@@ -381,6 +384,34 @@ def test_the_pieces_of_documentation() -> None:
     faster = tables.markdown([speed(ours=100)], {})["gpu slower"]
     assert faster == "On the GPU no other system took less than ours in the newest run of any result."
     assert tables.markdown([], {}) == {}
+
+
+def test_the_summary_has_a_row_for_each_network() -> None:
+    entries = [
+        speed("darts", 400, dtype="fp32"),
+        speed("darts", 500),
+        speed("vit-b16", 500, {"compile": timed(600)}),
+        speed("gpt2", 500, check=rejected()),
+        *(step("mobilenet-v2", 450, batch=size) for size in (64, 32)),
+    ]
+    pieces = tables.markdown(entries, {})
+    summary = [row.split("|")[1:-1] for row in pieces["gpu summary"].splitlines() if row[:1] == "|"]
+    assert [[cell.strip() for cell in row] for row in (summary[0], *summary[2:])] == [
+        ["network", "fp32, µs", *FASTER, "fp16, µs", *FASTER],
+        ["darts", "400", "2.00×", "12.50×", "500", "1.60×", "10.00×"],
+        ["gpt2", *"–––", "500 wrong", "wrong", "wrong"],
+        ["vit-b16", *"–––", "500", "1.20×", "10.00×"],
+    ]
+    # What was not accepted is in no mean: (2 * 1.6 * 1.2) ** (1 / 3), (12.5 * 10 * 10) ** (1 / 3).
+    assert "of 3 results: **1.57×**" in pieces["gpu summary"]
+    assert "**10.8×** as fast as eager" in pieces["gpu summary"]
+    assert re.search(r"mobilenet-v2 +\| fp32 +\| 32 ", pieces["gpu training summary"])
+    assert "| 64 " not in pieces["gpu training summary"]
+    alone = tables.markdown([speed("darts", peers={"eager": None})], {})["gpu summary"]
+    assert "mean" not in alone
+
+
+FASTER = ("vs torch.compile", "vs eager")
 
 
 def printed(entries: list[Json]) -> str:

@@ -42,8 +42,8 @@ def _names(entries: Sequence[Json]) -> list[Column]:
 # ------------------------------------------------------------ cells
 
 
-def faster_cell(entry: Json, system: str, than: str | None) -> Cell:
-    """How many times faster, with its quartiles; below one it is bad, however little.
+def faster_cell(entry: Json, system: str, than: str | None, *, spread: bool = True) -> Cell:
+    """How many times faster, with its quartiles if asked for; below one it is bad, however little.
 
     A result that is not right is called wrong and is not faster than anything.
     """
@@ -52,7 +52,8 @@ def faster_cell(entry: Json, system: str, than: str | None) -> Cell:
     ratio = compared(entry, system, than) if than is not None else None
     if ratio is None:
         return NOTHING
-    return Cell(str(ratio), ratio.value, "bad" if ratio.value < 1 else "good")
+    text = str(ratio) if spread else f"{ratio.value:.2f}×"
+    return Cell(text, ratio.value, "bad" if ratio.value < 1 else "good")
 
 
 def at(path: str, form: str = ",.0f", unit: str = "", scale: float = 1) -> Callable[[Json], Cell]:

@@ -126,11 +126,7 @@ def against_eager(entries: Sequence[Json]) -> Grid:
     """How many times faster than eager each system is, and the paper's figure."""
 
     def against(system: str) -> Callable[[Json], Cell]:
-        def make(entry: Json) -> Cell:
-            cell, ratio = faster_cell(entry, system, "eager"), compared(entry, system, "eager")
-            return replace(cell, text=f"{ratio.value:.2f}×") if ratio and system != OURS else cell
-
-        return make
+        return lambda entry: faster_cell(entry, system, "eager", spread=system == OURS)
 
     columns = [(called(name), against(name)) for name in measured(entries) if name != "eager"]
     published: Column = ("paper, V100", lambda e: number(PAPER_SPEEDUPS.get(e["target"]), ".2f", "×"))

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from torch_nimble.bench import grids
+from torch_nimble.bench import grids, summaries
 from torch_nimble.bench.record import Json
 from torch_nimble.bench.selection import (
     batched,
@@ -51,7 +51,8 @@ _IN_ROUNDS = ("speed", "train", "plan", "call")
 def markdown(entries: Iterable[Json], readings: Mapping[str, str]) -> dict[str, str]:
     """Pieces of documentation by name; one that the record has nothing for is not there.
 
-    `gpu table` and `cpu table`: the headline; `gpu streams`: several streams against one; `gpu idle`:
+    `gpu summary` and `gpu training summary`: ours in a few rows; `gpu table` and `cpu table`: every
+    system; `gpu streams`: several streams against one; `gpu idle`:
     how long the GPU is idle; `gpu batch`: by batch size, and under load; `gpu training` and `gpu step
     memory`; `gpu in a row` and `gpu training in a row`: when nobody waits; `gpu cost`, `gpu memory`,
     `gpu plans` and `gpu calls`: what else was measured; `gpu slower`: every result in which a peer is
@@ -68,6 +69,8 @@ def markdown(entries: Iterable[Json], readings: Mapping[str, str]) -> dict[str, 
     branching, sizes = streamed(gpu, BRANCHING), batched(gpu)
     none_slower = "On the GPU no other system took less than ours in the newest run of any result."
     pieces = {
+        "gpu summary": _summary(plain),
+        "gpu training summary": _under_conditions(summaries.steps(steps), steps),
         "gpu table": _under_conditions(grids.headline(plain), plain),
         "gpu streams": _under_conditions(grids.streams(branching), branching),
         "gpu idle": _under_conditions(grids.idle(plain), plain),
@@ -88,6 +91,11 @@ def markdown(entries: Iterable[Json], readings: Mapping[str, str]) -> dict[str, 
         "cpu table": _under_conditions(grids.headline(cpu), cpu),
     }
     return {name: text for name, text in pieces.items() if text}
+
+
+def _summary(entries: Sequence[Json]) -> str:
+    table = _under_conditions(summaries.by_network(entries), entries)
+    return "\n\n".join(filter(None, [summaries.means(entries), table]))
 
 
 def _measured(measure: str, entries: Sequence[Json]) -> str:
@@ -162,11 +170,19 @@ def _under_conditions(grid: Grid, entries: Sequence[Json]) -> str:
 
 def conditions(entries: Iterable[Json]) -> str:
     """What the figures of some lines hold for: a sentence for each machine and set of versions."""
-    commits: dict[str, dict[str, None]] = {}
+    found: dict[str, dict[str, dict[str, None]]] = {}
     for entry in entries:
-        commit = f"commit {entry['commit']} of {str(entry['date'])[:10]}"
-        commits.setdefault(_machine(entry), {})[commit] = None
-    return "\n".join(_one_line(f"{machine}; {', '.join(these)}.") for machine, these in commits.items())
+        days = found.setdefault(_machine(entry), {})
+        days.setdefault(str(entry["date"])[:10], {})[str(entry["commit"])] = None
+    return "\n".join(
+        _one_line(f"{machine}; {', '.join(_commits(day, these) for day, these in days.items())}.")
+        for machine, days in found.items()
+    )
+
+
+def _commits(day: str, commits: Iterable[str]) -> str:
+    names = list(commits)
+    return f"commit{'s' * (len(names) > 1)} {', '.join(names)} of {day}"
 
 
 def _tf32(settings: Json) -> str | None:
