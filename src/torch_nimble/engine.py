@@ -21,7 +21,6 @@ import torch
 from torch_nimble.batching import Batching
 from torch_nimble.capture import Adapter, Callee, generators_kept
 from torch_nimble.errors import InputError, NimbleError, OptionError
-from torch_nimble.execute.cuda import CudaExecutable
 from torch_nimble.options import Options
 from torch_nimble.plan_cache import PlanCache
 from torch_nimble.prepare import Progress
@@ -107,10 +106,8 @@ class Engine(ModelProxy, PlanCache):
         return result
 
     def _remember(self, prepared: Prepared, structure: Node, tensors: Sequence[torch.Tensor]) -> None:
-        """Let calls like this one take the short way, where there is one."""
-        executable, callee, watch = prepared.choice.executable, self._callee, prepared.watch
-        if not isinstance(executable, CudaExecutable):
-            return
+        """Let calls like this one take the short way."""
+        callee, watch = self._callee, prepared.watch
         # A preparation touches modules. What was changed before there was a wire does not trip it.
         if not (self._has_same_modules() and watch.unchanged()):
             return
@@ -121,7 +118,7 @@ class Engine(ModelProxy, PlanCache):
         def unchanged() -> bool:
             return wire.untouched() and watch.as_they_were() and callee.reaches_the_same()
 
-        quick = QuickCall(prepared, executable, structure, tensors, unchanged)
+        quick = QuickCall(prepared, structure, tensors, unchanged)
         self._quicks[_kind(structure, tensors)] = quick
         self._set_own("_quick", quick)
 

@@ -1,9 +1,10 @@
-"""The shortest way from a call to a launched graph, and a shorter one to the plan of a training step.
+"""The shortest way from a call to a plan that runs, and a shorter one to the plan of a training step.
 
 A call with the same kind of inputs as the one before needs no signature: comparing shapes, dtypes and
 devices is enough to launch. Everything else that could make the result wrong (modes, weights and modules
 that have changed) is looked at afterwards, while the GPU works; if there is any, the results are dropped
-and the call takes the long way. Only where a plan writes state or draws must that be known before.
+and the call takes the long way. That must be known before where a plan writes state or draws, and on a
+CPU, which would work in vain.
 """
 
 from __future__ import annotations
@@ -68,15 +69,15 @@ class QuickCall:
     def __init__(
         self,
         prepared: Prepared,
-        executable: CudaExecutable,
         structure: Node,
         tensors: Sequence[torch.Tensor],
         unchanged: Callable[[], bool],
     ) -> None:
+        executable, device = prepared.choice.executable, prepared.device.device
         self._prepared = prepared
-        self._executable = executable
-        self._lock = executable.room.lock
-        self._index = executable.room.device.index
+        self._graph = executable if isinstance(executable, CudaExecutable) else None
+        self._device_kind = device.type
+        self._index = -1 if self._graph is None else device.index
         self._kinds = [(t.shape, t.dtype) for t in tensors]
         self._count = len(tensors)
         self._unchanged = unchanged
@@ -86,7 +87,7 @@ class QuickCall:
         self._results = prepared.output_structure
         self._is_single = isinstance(self._results, Leaf)
         self._may_refuse = prepared.may_refuse
-        self._checks_first = prepared.writes or prepared.draws
+        self._checks_first = prepared.writes or prepared.draws or self._graph is None
         _watch_forks()
         self._forks = _forks[0]
 
@@ -97,26 +98,30 @@ class QuickCall:
             tensors, structure = flatten_inputs(args, kwargs)
             if structure != self._structure:
                 return MISS
-        index = self._index
+        index, graph = self._index, self._graph
         if len(tensors) != self._count or _forks[0] != self._forks or transforming() or profiled():
             return MISS
-        if _current_device() != index:  # the driver copies on the current device
+        if graph is not None and _current_device() != index:  # the driver copies on the current device
             return MISS
         for tensor, (shape, dtype) in zip(tensors, self._kinds, strict=True):
             if (
                 type(tensor) is not _TENSOR
                 or tensor.layout is not _STRIDED
                 or tensor.get_device() != index
+                or tensor.is_meta
+                or tensor.is_nested  # and has no shape
                 or tensor.dtype is not dtype
                 or tensor.shape != shape
             ):
                 return MISS
         if self._checks_first and not self._is_valid(tensors):
             return MISS
-        with self._lock:
+        if graph is None:
+            return MISS if self._prepared.closed else self._prepared.run(tensors)
+        with graph.room.lock:
             if self._prepared.closed:
                 return MISS
-            run = self._executable.short_way or self._executable.call
+            run = graph.short_way or graph.call
             results = run(tensors)
             if not (self._checks_first or self._is_valid(tensors)):
                 return MISS
@@ -127,7 +132,7 @@ class QuickCall:
         """Whether the plan stands for what the model would do with these tensors now."""
         return (
             not any(t.requires_grad or t.is_neg() or t.is_conj() for t in tensors)
-            and self._signature.modes_hold("cuda")
+            and self._signature.modes_hold(self._device_kind)
             and not (self._may_refuse and self._prepared.refusal(tensors) is not None)
             and self._unchanged()
         )

@@ -768,7 +768,7 @@ def test_the_short_way_of_a_call_is_taken_for_calls_like_the_one_before_and_no_o
         assert_close(fast(x), eager(model, x))
         quick = fast._quick
         assert quick is not None
-        quick._index = -1  # of tensors of the host
+        quick._index, quick._device_kind = -1, "cuda"  # of tensors of the host
         quick._signature = replace(
             quick._signature, flags=flags_on("cuda"), autocast_dtype=torch.get_autocast_dtype("cuda")
         )
@@ -821,7 +821,7 @@ def test_calls_of_several_kinds_take_the_short_way_in_any_order(
         for x in xs:
             fast(x)
         for quick in fast._quicks.values():
-            quick._index = -1  # of tensors of the host
+            quick._index, quick._device_kind = -1, "cuda"  # of tensors of the host
             quick._signature = replace(
                 quick._signature, flags=flags_on("cuda"), autocast_dtype=torch.get_autocast_dtype("cuda")
             )
