@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torch_nimble as nimble
-from cpu.helpers import assert_close, eager, run_script
+from cpu.helpers import assert_close, eager, needs_versions, run_script
 from torch_nimble import schedule
 from torch_nimble.api import taskgraph
 from torch_nimble.watch.modules import ModuleWatch
@@ -93,6 +93,7 @@ def test_a_change_of_the_model_is_seen_by_the_next_call(change: Callable[[Scaled
     assert before.shape != model(X).shape or not torch.allclose(before, model(X))
 
 
+@needs_versions
 def test_everything_is_looked_at_only_if_something_was_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, looks = Scaled().eval(), torch.randn(2, 4), []
     with nimble.compile(model, args=(x,)) as fast:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import torch_nimble as nimble
-from cpu.helpers import assert_close, eager
+from cpu.helpers import assert_close, eager, needs_versions
 from torch_nimble.quick import MISS
 
 
@@ -22,6 +22,7 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU()).eval()
 
 
+@needs_versions
 def test_calls_like_the_one_before_take_it_and_no_others(model: nn.Module) -> None:
     x = torch.randn(2, 4)
     with nimble.compile(model) as fast:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from cpu.helpers import needs_versions
 from torch_nimble.capture import Adapter, Callee, capture
 from torch_nimble.tree import flatten_inputs
 from torch_nimble.watch.modules import ModuleWatch, Tripwire
@@ -85,6 +86,7 @@ CHANGES: dict[str, Callable[[Net], object]] = {
 }
 
 
+@needs_versions
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_trips_it(name: str) -> None:
     torch.manual_seed(0)
@@ -95,6 +97,7 @@ def test_a_change_trips_it(name: str) -> None:
     assert not wire.untouched()
 
 
+@needs_versions
 def test_calls_and_looks_do_not() -> None:
     model = Net().eval()
     wire = wires_of(model)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from cpu.helpers import needs_versions
 from torch_nimble.watch import dicts, native
 from torch_nimble.watch.dicts import Tables
 
@@ -43,6 +44,7 @@ def watcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watcher]:
     made = Watcher()
     monkeypatch.setattr(dicts, "dict_version", made.version)
     monkeypatch.setattr(dicts, "counts_watched_only", lambda: True)
+    monkeypatch.setattr(dicts, "tells_of_attributes", lambda: True)
     dicts._clock.cache_clear()
     yield made
     dicts._clock.cache_clear()
@@ -78,6 +80,27 @@ def test_those_who_look_do_not_disturb_each_other(watcher: Watcher) -> None:
     assert watcher.asked == before + 3
 
 
+def test_where_attributes_are_set_unnoticed_everything_counts_as_touched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dicts, "tells_of_attributes", lambda: False)
+    assert not Tables([{0: 0}]).untouched()
+
+
+@pytest.mark.parametrize("count", [1, 30])
+def test_an_attribute_that_is_set_is_noticed(count: int) -> None:
+    class Thing:
+        pass
+
+    thing = Thing()
+    for i in range(count):
+        setattr(thing, f"a{i}", i)
+    watched = Tables([vars(thing)])
+    thing.a0 = 7
+    assert not watched.untouched()
+
+
+@needs_versions
 @pytest.mark.parametrize("others", [0, 100])
 def test_with_the_versions_of_this_python(others: int) -> None:
     """Of many, a compiled loop may look at them."""

@@ -39,6 +39,7 @@ def examine() -> dict[str, Any]:
             reason = unsupported()
             kernels = "Inductor's fused kernels" if reason is None else f"torch's operators ({reason})"
             engine = f"CUDA graphs of {kernels}; for models on the CPU: {engine}"
+    from torch_nimble.watch.dicts import tells_of_attributes
     from torch_nimble.watch.tensors import by_compiled_code
 
     weights = (
@@ -46,6 +47,8 @@ def examine() -> dict[str, Any]:
     )
     optional = {name: _version(name) for name in _OPTIONAL}
     missing = [f"{name}: {use}" for name, use in _OPTIONAL.items() if optional[name] is None]
+    if not tells_of_attributes():
+        missing.insert(0, "Python 3.13.1 or later: with 3.13.0 each call has to look at all of a model")
     return {
         "torch_nimble": torch_nimble.__version__,
         "python": platform.python_version(),

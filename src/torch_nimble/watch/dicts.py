@@ -7,7 +7,8 @@ takes its version. A dict nobody has seen takes the next number, so asking for t
 reads the counter, and one look stands for all dicts; all but the empty ones, for to fill those by
 `update` is told to watchers as something else (an OrderedDict is filled one by one). With Python 3.11,
 where every dict of the process moves the counter, and wherever it does not behave so, each dict is
-looked at, by a compiled loop where that finds in a dict what Dynamo tells of it.
+looked at, by a compiled loop where that finds in a dict what Dynamo tells of it. Python 3.13.0 tells
+nobody that an attribute was set (3.13.1 does): there dicts count as changed at each look.
 """
 
 from __future__ import annotations
@@ -60,6 +61,20 @@ def counts_watched_only() -> bool:
 
 
 @functools.cache
+def tells_of_attributes() -> bool:
+    """Whether the dict of an object gets another version when an attribute is set."""
+
+    class Thing:
+        attribute = 0
+
+    thing = Thing()
+    thing.attribute = 1
+    before = dict_version(vars(thing))
+    thing.attribute = 2
+    return bool(dict_version(vars(thing)) != before)
+
+
+@functools.cache
 def _clock() -> Clock | None:
     return Clock() if counts_watched_only() else None
 
@@ -102,6 +117,7 @@ class Tables:
 
     def __init__(self, tables: Sequence[dict[Any, Any]]) -> None:
         self.tables = tables
+        self._can_tell = tells_of_attributes()
         self._empty = [table for table in tables if not table and not isinstance(table, OrderedDict)]
         self._versions_now()  # from now on they are watched
         self._time = self._now()
@@ -124,7 +140,7 @@ class Tables:
 
     def untouched(self) -> bool:
         """Whether no dict was changed since this was made, not even to what it was."""
-        if any(self._empty):
+        if not self._can_tell or any(self._empty):
             return False
         time = self._now()
         if time is None or time != self._time:
