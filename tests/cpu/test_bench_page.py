@@ -320,6 +320,14 @@ def test_bars_are_as_high_as_their_values() -> None:
     assert root[0].text == "Title & more"
 
 
+def test_the_legend_has_each_series_once_in_the_order_of_the_bars() -> None:
+    def panel(names: str) -> Panel:
+        return Panel(names, ("a",), tuple(Series(name, (Point(1),), "xla") for name in names))
+
+    shown = re.findall('class="key[^"]*"[^>]*>(.)<', bars("T", "t", [panel("abe"), panel("abcde")]))
+    assert shown == list("abcde")
+
+
 def test_lines_have_a_point_for_each_value() -> None:
     panel = Panel("by batch", ("1", "2", "4"), (Series("net", (Point(3), None, Point(1)), "first"),))
     root = ElementTree.fromstring(lines("Batches", "times", "batch size", [panel, panel]))
