@@ -3,8 +3,9 @@
     python benchmarks/calibrate.py benchmarks/results/h200-calm.jsonl h200
 
 That file has networks whose plans were raced with nothing else on the GPU. Half of them, every other
-by name, are fitted to, each in all its dtypes. All other networks of the record, those of the other
-files in that folder, too, say how good that is: what one stream and the chosen plan would take
+by name, are fitted to, each in all its dtypes; of the two halves the one that has transformers, since
+nothing else says what linear layers and attention take. All other networks of the record, those of the
+other files in that folder, too, say how good that is: what one stream and the chosen plan would take
 against what their replays took, and whether each pair of candidates is in the order in which they
 were when they were raced, if nobody else used the GPU then; two that would take the same time are
 half right. Writes NAME.json into src/torch_nimble/estimate. Needs no GPU, and some minutes: every
@@ -70,21 +71,13 @@ class Network:
         self.name = f"{self.target} {line['dtype']}"
         explained = line["systems"]["nimble"]["explained"]
         self.kernels = explained["kernels"]
-        candidates = {
-            c["name"].removesuffix(", channels-last"): c
-            for c in explained["candidates"]
-            if c["median_us"] is not None
-        }
+        candidates = _candidates(line)
         self.is_calm = is_calm(line)
         raced = {name: c["median_us"] for name, c in candidates.items()}
         self.raced = raced if self.is_calm else {}
         self.noise = {name: max(NOISE, c["spread"]) for name, c in candidates.items()}
-        self.chosen = explained["chosen"].removesuffix(", channels-last")
-        replays = {
-            name: (line["systems"].get(system) or {}).get("replay_us")
-            for name, system in (("serial", "nimble-serial"), (self.chosen, "nimble"))
-        }
-        measured = {name: us for name, us in replays.items() if us}
+        self.chosen = chosen_of(line)
+        measured = replays_of(line)
         self.measured = self.raced | measured
         added_us = sum(kind["us"] for kind in explained["kinds"])
         self.taken = taken(explained["kinds"], self.measured["serial"] / added_us)
@@ -121,6 +114,27 @@ class Network:
         return {
             name: gpu.timeline(graph, plan).total_us for name, plan in plans.items() if plan is not None
         }
+
+
+def _candidates(line: Json) -> dict[str, Json]:
+    candidates = line["systems"]["nimble"]["explained"]["candidates"]
+    return {_bare(one["name"]): one for one in candidates if one["median_us"] is not None}
+
+
+def chosen_of(line: Json) -> str:
+    """The name of the plan that was chosen."""
+    return _bare(line["systems"]["nimble"]["explained"]["chosen"])
+
+
+def replays_of(line: Json) -> dict[str, float]:
+    """What replays of one stream and of the chosen plan took, as far as they were measured."""
+    systems = {"serial": "nimble-serial", chosen_of(line): "nimble"}
+    found = {name: (line["systems"].get(one) or {}).get("replay_us") for name, one in systems.items()}
+    return {name: us for name, us in found.items() if us}
+
+
+def _bare(name: str) -> str:
+    return name.removesuffix(", channels-last")
 
 
 def _mean(works: Sequence[Work]) -> Work:
@@ -188,8 +202,8 @@ def fitted(networks: Sequence[Network], name: str) -> Gpu:
             rates[family] = fit(works, times, counts, LEAST)
     # What no network of the record leaves to libraries is taken for a layer of ours.
     rates |= {family: rates["layer"] for family in FAMILIES if family not in rates}
-    longer = _in_context(networks, rates)
-    rates = {family: one.times(longer) for family, one in rates.items()}
+    launch, work = _in_context(networks, rates)
+    rates = {family: one.times(launch, work) for family, one in rates.items()}
     made = [
         Gpu(name, rates, float(wait), float(fills), {})
         for wait, fills in itertools.product(WAITS_US, FILLS)
@@ -197,12 +211,22 @@ def fitted(networks: Sequence[Network], name: str) -> Gpu:
     return min(made, key=lambda gpu: statistics.mean(gains_off(networks, gpu)))
 
 
-def _in_context(networks: Sequence[Network], rates: Mapping[str, Rates]) -> float:
-    """How many times as long kernels take one after another in a network as each by itself."""
-    gpu = Gpu("", rates, 0.0, float(FILLS[0]), {})
-    return statistics.median(
-        network.measured["serial"] / network.simulated(gpu)["serial"] for network in networks
-    )
+def _in_context(networks: Sequence[Network], rates: Mapping[str, Rates]) -> tuple[float, float]:
+    """How many times as long launches, and work, take in a network as with each kernel by itself.
+
+    There a launch overlaps with the kernel before it, and weights are not in the cache any more.
+    """
+    launches = {family: replace(one, step=0.0, byte=0.0, operation=0.0) for family, one in rates.items()}
+    rows = []
+    for network in networks:
+        whole, launched = (
+            sum(estimated(network.graph, Gpu("", each, 0.0, 1.0, {})).costs_us)
+            for each in (rates, launches)
+        )
+        serial_us = network.measured["serial"]
+        rows.append((launched / serial_us, (whole - launched) / serial_us))
+    launch, work = np.linalg.lstsq(np.array(rows), np.ones(len(rows)), rcond=None)[0]
+    return float(launch), float(work)
 
 
 def gains_off(networks: Sequence[Network], gpu: Gpu) -> list[float]:
@@ -248,6 +272,7 @@ def summary(networks: Sequence[Network], gpu: Gpu) -> Json:
     chosen = errors(networks, gpu, "chosen")
     return {
         "networks": {one.name: round(e, 4) for one, e in zip(networks, chosen, strict=True)},
+        "measured_us": {one.name: round(one.measured[one.chosen], 2) for one in networks},
         **{f"{which}_median": round(statistics.median(es), 4) for which, es in off.items()},
         **{f"{which}_worst": round(max(es), 4) for which, es in off.items()},
         "candidates_in_order": round(order(networks, gpu), 4),
@@ -255,10 +280,9 @@ def summary(networks: Sequence[Network], gpu: Gpu) -> Json:
 
 
 def main(record: str, name: str) -> None:
-    fitted_to = {line["target"] for line in filter(is_usable, parse(Path(record)))}
-    fitted_to = set(sorted(fitted_to)[::2])
-    lines = sorted(filter(is_usable, read(Path(record).parent)), key=is_calm)  # later ones count
-    usable = {(line["target"], line["dtype"]): line for line in lines}
+    calm = {line["target"] for line in filter(is_usable, parse(Path(record)))}
+    fitted_to = set(sorted(calm)[1::2])  # with the first of each pair it would have no transformer
+    usable = newest(read(Path(record).parent))
     networks = [Network(usable[key]) for key in sorted(usable)]
     known = [network for network in networks if network.target in fitted_to and network.is_calm]
     new = [network for network in networks if network.target not in fitted_to]
@@ -282,6 +306,12 @@ def main(record: str, name: str) -> None:
                 if c in simulated
             },
         )
+
+
+def newest(lines: Iterable[Json]) -> dict[tuple[str, str], Json]:
+    """The line of each network and dtype that counts: the last one, of calm ones if there are any."""
+    ordered = sorted(filter(is_usable, lines), key=is_calm)
+    return {(line["target"], line["dtype"]): line for line in ordered}
 
 
 def is_calm(line: Json) -> bool:

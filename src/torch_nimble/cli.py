@@ -266,7 +266,11 @@ def bench(
         typer.echo(json.dumps({"record": str(out), "entries": entries}, indent=1))
     else:
         command.show(entries, console)
-        console.print(f"record: {out}; torch-nimble bench --render {out} makes a page of it")
+        console.print(
+            f"record: {out}; torch-nimble bench --render {out} makes a page of it",
+            markup=False,
+            soft_wrap=True,
+        )
     if not all(map(command.is_right, entries)):
         raise typer.Exit(1)
 

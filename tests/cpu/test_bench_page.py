@@ -211,7 +211,7 @@ def test_means_are_of_plain_results_that_were_accepted(tmp_path: Path) -> None:
     unchecked = speed("darts", 10, check=None)
     others = [speed(ours=10, batch=8), speed(ours=10, load=True), speed("unet", 10, check=rejected())]
     _, tiles = shown(tmp_path, speed(ours=500), unchecked, *others)
-    assert "<strong>10.00×</strong><span>faster than eager, geometric mean at batch 1" in tiles
+    assert "<strong>10.00×</strong><span>as fast as eager, geometric mean at batch 1" in tiles
     assert "<strong>3 of 4</strong><span>results accepted as right; 0 by a check" in tiles
     assert "<strong>0 of 4</strong><span>results in which some peer" in tiles
 
@@ -249,7 +249,7 @@ def test_a_wrong_result_of_a_peer_is_marked_and_nothing_is_compared_with_it(tmp_
     assert (
         "darts fp16 1 | speed | compile | 2.0e-03 | its error is more than its dtype" in found["checks"]
     )
-    assert "1.60×</strong><span>faster than the best mode" in tiles
+    assert "1.60×</strong><span>as fast as the best mode" in tiles
     figure = (tmp_path / "speedup.svg").read_text(encoding="utf-8")
     assert "reduce-overhead 6.25" in figure
     assert "compile 5" not in figure
@@ -318,6 +318,14 @@ def test_bars_are_as_high_as_their_values() -> None:
     one = told["b, b: 1.00 times"]
     assert told["b, ours: 4.00 times"] == pytest.approx(4 * one, abs=0.3)
     assert root[0].text == "Title & more"
+
+
+def test_the_legend_has_each_series_once_in_the_order_of_the_bars() -> None:
+    def panel(names: str) -> Panel:
+        return Panel(names, ("a",), tuple(Series(name, (Point(1),), "xla") for name in names))
+
+    shown = re.findall('class="key[^"]*"[^>]*>(.)<', bars("T", "t", [panel("abe"), panel("abcde")]))
+    assert shown == list("abcde")
 
 
 def test_lines_have_a_point_for_each_value() -> None:

@@ -92,6 +92,20 @@ def test_the_tables_are_the_committed_record_s(page: str) -> None:
         assert marker in pieces, f"the record has nothing for {marker!r}"
 
 
+def test_every_field_of_the_committed_record_is_documented_and_no_other() -> None:
+    section = (ROOT / "docs" / "benchmarks.md").read_text().partition("\n## The record\n")[2]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    listed = {name for row in rows for name in re.findall("`(\\w+)`", row)}
+    lines = record.read(RECORD)
+    systems = [notes for line in lines for notes in line["systems"].values()]
+    parts = [*lines, *systems, *(line.get("check") or {} for line in lines)]
+    assert {field for part in parts for field in part} | {"error"} == listed
+    inner = [part.get(name) or {} for part in parts for name in ("memory", "floor", "loaded")]
+    rounds = [one for notes in systems for one in notes.get("rounds") or []]
+    said = set(re.findall("`(\\w+)`", section))
+    assert {field for part in (*inner, *rounds) for field in part} <= said
+
+
 def test_the_page_and_plots_are_the_committed_record_s(tmp_path: Path) -> None:
     rendered = render(record.read(RECORD), command.readings_of(RECORD), tmp_path)
     for made in rendered:

@@ -82,7 +82,7 @@ def _tiles(speed: Sequence[Json]) -> list[tuple[str, str, str]]:
         ("eager in one CUDA graph", grids.mean_ratio(meant, lambda _: "cudagraph"), ""),
     ]
     tiles = [
-        (f"{mean:.2f}×", f"faster than {name}, geometric mean at batch 1", tone)
+        (f"{mean:.2f}×", f"as fast as {name}, geometric mean at batch 1", tone)
         for name, mean, tone in means
         if mean
     ]

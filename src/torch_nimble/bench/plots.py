@@ -219,12 +219,9 @@ def _whisker(point: Point, x: float, scale: _Scale) -> list[str]:
 
 def _legend(panels: Sequence[Panel], line: Level | None, as_lines: bool) -> tuple[str, float]:
     """One row of samples for all panels, and where the first panel begins."""
-    shown: dict[str, Series] = {}
-    for series in (series for panel in panels for series in panel.series):
-        shown.setdefault(series.name, series)
     parts, x, y = [], float(_LEFT), 24.0
-    for name, series in shown.items():
-        wide = 30 + len(name) * _CHARACTER * 1.08
+    for series in _in_order(panels):
+        wide = 30 + len(series.name) * _CHARACTER * 1.08
         if x + wide > WIDTH - _RIGHT:
             x, y = float(_LEFT), y + 20
         if as_lines:
@@ -234,12 +231,26 @@ def _legend(panels: Sequence[Panel], line: Level | None, as_lines: bool) -> tupl
         else:
             at = f'x="{x:.1f}" y="{y - 10}" width="12" height="12" rx="2"'
             parts.append(f'<rect class="bar t-{series.tone}" {at}/>')
-        parts.append(_text(name, x + 18, y, "start", f"key v-{series.tone}"))
+        parts.append(_text(series.name, x + 18, y, "start", f"key v-{series.tone}"))
         x += wide
     if line is not None:
         parts.append(f'<path class="level" d="M{x - 2:.1f},{y - 4}h16"/>')
         parts.append(_text(line.name, x + 18, y, "start", "key"))
     return "".join(parts), y + 6
+
+
+def _in_order(panels: Sequence[Panel]) -> list[Series]:
+    """Each series once, in an order that is every panel's, if there is one."""
+    found: list[Series] = []
+    for panel in panels:
+        place = len(found)
+        for series in reversed(panel.series):
+            names = [one.name for one in found]
+            if series.name in names:
+                place = names.index(series.name)
+            else:
+                found.insert(place, series)
+    return found
 
 
 def _wrapped(name: str, x: float, y: float, room: float) -> str:

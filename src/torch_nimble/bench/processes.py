@@ -60,7 +60,8 @@ def launch(
         for own in ("stage", "asked"):
             found.pop(own, None)
         if reason:
-            found["error"] = f"{reason}: {log.read_text(errors='replace')[-2000:].strip()}"
+            said = log.read_text(errors="replace")[-2000:].strip()
+            found["error"] = f"{reason}: {said}" if said else reason
         return found
 
 

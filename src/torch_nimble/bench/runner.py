@@ -12,6 +12,7 @@ import logging
 import math
 import signal
 import tempfile
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -104,7 +105,8 @@ def run(wanted: Wanted, console: Console) -> list[Json]:
             entry["run"] += 1
         if identity(entry) in done:
             line = done[identity(entry)]
-            console.print(f"{_label(part)}: measured {line['date']}; --again repeats it", markup=False)
+            told = f"{_label(part)}: measured {line['date']}; --again repeats it"
+            console.print(told, markup=False, soft_wrap=True)
             found.append(line)
         else:
             todo.append((part, entry))
@@ -189,7 +191,7 @@ class _Workers:
         with self._adding:
             append(self._wanted.out / "bench.jsonl", entry)
         lines = [f"{_label(part)}: {time.monotonic() - start:.0f} s", *failures(entry)]
-        self._progress.console.print(*lines, sep="\n", markup=False)
+        self._progress.console.print(*lines, sep="\n", markup=False, soft_wrap=True)
         self._progress.advance(self._bar)
         return entry
 
@@ -331,7 +333,9 @@ def failures(entry: Json) -> list[str]:
         reasons = [notes["error"]] if "error" in notes else []
         eager = (notes.get("explained") or {}).get("fallbacks") or []
         reasons += [f"ran eagerly: {fallback.get('reason')}" for fallback in eager]
-        found += [f"  {name or 'all'}: {reason.strip().splitlines()[-1][:300]}" for reason in reasons]
+        for reason in reasons:
+            last = textwrap.shorten(reason.strip().splitlines()[-1], 300, placeholder=" …")
+            found.append(f"  {name or 'all'}: {last}")
     return found
 
 

@@ -35,7 +35,9 @@ from torch_nimble.errors import NimbleError
 from torch_nimble.execute.check import TOLERANCE, worst_error
 
 _INPUT_SETS = 8
-_ERROR_FACTOR, _ERROR_FLOOR, _DISTANCE = 1.5, 1e-6, 100
+_ERROR_FACTOR, _DISTANCE = 1.5, 100
+_ERROR_FLOOR = 1e-5
+"""Rounding in float32 comes to some millionths, and another order of sums may easily double it."""
 _PEERS = ("reduce-overhead", "compile", "eager", "nimble-serial")
 _TF32_TOLERANCE = 2e-2
 _UPDATE_OFF = 0.5

@@ -53,9 +53,10 @@ class Rates:
         _, _, moved, computed = map(operator.mul, astuple(self), _amounts(work))
         return float((moved + computed) / self.us(work))
 
-    def times(self, factor: float) -> Rates:
-        """Those of kernels that take so many times as long."""
-        return Rates(*(factor * rate for rate in astuple(self)))
+    def times(self, launch: float, work: float) -> Rates:
+        """Those of kernels whose launch, and whose work, takes so many times as long."""
+        floor, *rest = astuple(self)
+        return Rates(launch * floor, *(work * rate for rate in rest))
 
 
 def _amounts(work: Work) -> tuple[float, float, float, float]:
