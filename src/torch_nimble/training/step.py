@@ -404,7 +404,7 @@ class TrainingStep(PlanCache):
         self._callee = StepCallee(self._settings.loss_fn, self._settings.model)
         self._modules_watch = ModuleWatch(self._callee.modules.values(), self._callee.watched)
         self._renew(parts)
-        if self._batches > 0:
+        if self._batches > 0 or self._updating:
             self._step.state.take_sums(before)
 
     def _renew(self, parts: Mapping[str, Hashable] | None = None) -> None:
