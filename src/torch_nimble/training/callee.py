@@ -88,7 +88,7 @@ class StepCallee(Callee):
 def _kept_aside(roots: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """Modules that others hold where torch does not look for any: a teacher in a list, to be no part."""
     known = {module: None for root in roots for module in root.modules()}
-    left = list(known)
+    left, seen = list(known), set[int]()
     while left:
         owner = left.pop()
         held = [(name, value, 0) for name, value in own_attributes(owner)]
@@ -99,7 +99,13 @@ def _kept_aside(roots: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
                 new = [module for module in value.modules() if module not in known]
                 known |= dict.fromkeys(new)
                 left += new
-            elif isinstance(value, list | tuple | dict) and depth < _DEPTH and len(value) <= _MOST:
+            elif (
+                isinstance(value, list | tuple | dict)
+                and depth < _DEPTH
+                and len(value) <= _MOST
+                and id(value) not in seen
+            ):
+                seen.add(id(value))
                 items = value.items() if isinstance(value, dict) else enumerate(value)
                 held += [(f"{name}[{key!r}]", item, depth + 1) for key, item in items]
 
