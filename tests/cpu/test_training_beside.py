@@ -360,6 +360,27 @@ def test_networks_that_a_model_keeps_aside_are_followed(kind: str, change: str) 
     twins.check()
 
 
+def test_each_of_several_modules_may_keep_a_network_aside() -> None:
+    class Students(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Student("list"), Student("list")
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.first(x) + self.second(x)
+            return y
+
+    torch.manual_seed(0)
+    twins = Twins(Students(), momentum)
+    twins.train(batches(2))
+    for student in ("first", "second"):
+        for model, _ in twins.both():
+            TEACHERS["weights, replaced"](getattr(model, student))
+            getattr(model, student).teacher.requires_grad_(False)
+        twins.train(batches(2))
+    twins.check()
+
+
 def test_what_is_neither_the_model_s_nor_the_batch_s_is_not_written() -> None:
     total, norm = torch.zeros(()).double(), nn.BatchNorm1d(4).double()
 

@@ -28,7 +28,8 @@ class StepCallee(Callee):
         super().__init__(functools.partial(loss_fn, model))
         others = {name: module for name, module in self.modules.items() if module is not model}
         self._roots = {"model": model} | others
-        self._roots |= dict(_kept_aside(self._roots.values()))
+        for name, module in list(_kept_aside(self._roots.values())):
+            self._roots[name if name not in self._roots else f"{name}_{len(self._roots)}"] = module
         self.watched = tuple(self._roots.values())
         self.modules = {"model": model}
         self.name = f"the training step of {type(model).__name__}"
