@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import importlib
 import logging
+import random
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -104,10 +106,19 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        return getattr(importlib.import_module(f"torch_nimble.{_HOME[name]}"), name)
+        return getattr(_imported(_HOME[name]), name)
     if name in _MODULES:
-        return importlib.import_module(f"torch_nimble.{name}")
+        return _imported(name)
     raise AttributeError(f"module 'torch_nimble' has no attribute {name!r}")
+
+
+def _imported(name: str) -> ModuleType:
+    """A module of ours. Others that come with it draw random numbers; the caller's stay as they are."""
+    before = random.getstate()
+    try:
+        return importlib.import_module(f"torch_nimble.{name}")
+    finally:
+        random.setstate(before)
 
 
 def __dir__() -> list[str]:

@@ -66,14 +66,16 @@ def train(rank: int, kind: str, accumulate: int) -> None:
     step.close()
 
 
-def train_parts() -> None:
+def train_parts(kind: str) -> None:
     """Steps of which each trains another head."""
     model = Heads()
     twin, step = (
         copy.deepcopy(model),
-        nimble.compile_step(of_head, model, optimizer := momentum(model), distributed=True, strict=True),
+        nimble.compile_step(
+            of_head, model, optimizer := MAKE[kind](model), distributed=True, strict=True
+        ),
     )
-    other = momentum(twin)
+    other = MAKE[kind](twin)
     for number, head in enumerate((0, 1, 0, 1)):
         batch = Call(rows(number), {"head": head})
         step(*batch.args, **batch.kwargs)
@@ -138,6 +140,6 @@ if __name__ == "__main__":
     dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=number, world_size=2)
     for optimizer, batches in (("momentum", 1), ("adam", 2)):
         train(number, optimizer, batches)
-    train_parts()
+        train_parts(optimizer)
     refuse_together(number)
     dist.destroy_process_group()

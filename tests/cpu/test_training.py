@@ -188,6 +188,16 @@ def test_the_loss_may_take_gradients_itself() -> None:
     Twins(mlp(), adam, loss_fn).check_training(batches(10))
 
 
+def test_parts_that_are_named_for_profiles() -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.profiler.record_function("forward"):
+            out = model(x)
+        with torch.profiler.record_function("loss"):
+            return F.mse_loss(out, y)
+
+    Twins(mlp(), adam, loss_fn).check_training(batches(3))
+
+
 @pytest.mark.parametrize("make", [momentum, adam])
 def test_layers_of_all_kinds(make: Any) -> None:
     class Layers(nn.Module):

@@ -302,6 +302,85 @@ def refused(match: str, loss_fn: Callable[..., Tensor]) -> None:
     assert all(map(torch.equal, before, model.parameters()))
 
 
+class Student(nn.Module):
+    """Keeps its teacher where torch does not look for modules."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.body = mlp()
+        self.scale = nn.Linear(2, 2).double()
+        teacher = Beside().teacher.requires_grad_(False)
+        held = {"list": [teacher], "tuple": (teacher,), "dict": {"a": [teacher]}, "attribute": teacher}
+        vars(self)["held"] = held[kind]
+
+    @property
+    def teacher(self) -> nn.Sequential:
+        held: Any = self.held
+        while not isinstance(held, nn.Module):
+            held = held["a"] if isinstance(held, dict) else held[0]
+        assert isinstance(held, nn.Sequential)
+        return held
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale(self.body(x)) - torch.tanh(self.teacher(x))
+
+
+def _other(student: Student) -> None:
+    torch.manual_seed(1)
+    student.teacher[2] = nn.Linear(8, 2).double().requires_grad_(False)
+
+
+def _exchange(student: Student) -> None:
+    if isinstance(vars(student)["held"], nn.Module):
+        torch.manual_seed(1)
+        vars(student)["held"] = Beside().teacher.requires_grad_(False)
+
+
+TEACHERS: dict[str, Callable[[Student], Any]] = {
+    "weights, written": lambda s: s.teacher[0].weight.mul_(2),
+    "weights, replaced": lambda s: s.teacher.load_state_dict(
+        {name: value * 2 for name, value in s.teacher.state_dict().items()}, assign=True
+    ),
+    "mode": lambda s: s.teacher.train(),
+    "a part": _other,
+    "all": _exchange,
+}
+
+
+@pytest.mark.parametrize("change", TEACHERS)
+@pytest.mark.parametrize("kind", ["list", "tuple", "dict", "attribute"])
+def test_networks_that_a_model_keeps_aside_are_followed(kind: str, change: str) -> None:
+    torch.manual_seed(0)
+    twins = Twins(Student(kind), momentum)
+    twins.train(batches(2))
+    for model, _ in twins.both():
+        TEACHERS[change](model)
+        model.teacher.requires_grad_(False)
+    twins.train(batches(2))
+    twins.check()
+
+
+def test_each_of_several_modules_may_keep_a_network_aside() -> None:
+    class Students(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Student("list"), Student("list")
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.first(x) + self.second(x)
+            return y
+
+    torch.manual_seed(0)
+    twins = Twins(Students(), momentum)
+    twins.train(batches(2))
+    for student in ("first", "second"):
+        for model, _ in twins.both():
+            TEACHERS["weights, replaced"](getattr(model, student))
+            getattr(model, student).teacher.requires_grad_(False)
+        twins.train(batches(2))
+    twins.check()
+
+
 def test_what_is_neither_the_model_s_nor_the_batch_s_is_not_written() -> None:
     total, norm = torch.zeros(()).double(), nn.BatchNorm1d(4).double()
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import torch_nimble as nimble
-from cpu.helpers import Call, assert_close, assert_equal, snapshot
+from cpu.helpers import Call, assert_close, assert_equal, run_script, snapshot
 from cpu.training_parts import (
     BATCH_NORM,
     Heads,
@@ -35,6 +35,7 @@ from cpu.training_parts import (
     rows,
     sgd,
     text,
+    two_lanes,
 )
 from torch_nimble.prepared import Prepared
 from torch_nimble.quick import LastStep
@@ -284,6 +285,36 @@ def test_weights_that_were_given_other_memory() -> None:
     twins.check_training(batches(3))
 
 
+@pytest.mark.parametrize("options", [{"keep_grads": True}, {"accumulate": 2}], ids=str)
+@pytest.mark.parametrize("prepares", [False, True])
+def test_the_model_and_its_batches_are_made_float32_between_steps(
+    options: dict[str, Any], prepares: bool
+) -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    step = nimble.compile_step(mse, model, optimizer, planner=two_lanes, **options)
+    for batch in batches(2):
+        step(*batch)
+    model.float()
+    twin = copy.deepcopy(model)
+    eager = sgd(twin)
+    given = batches(4, dtype=torch.float32)
+    if prepares:
+        step.prepare(given[0])
+    for batch in given:
+        step(*batch)
+    accumulate = options.get("accumulate", 1)
+    for first in range(0, 4, accumulate):
+        eager.zero_grad()
+        for batch in given[first : first + accumulate]:
+            (mse(twin, *batch) / accumulate).backward()
+        eager.step()
+    assert_near(dict(model.state_dict()), dict(twin.state_dict()), 1e-5)
+    if "keep_grads" in options:
+        assert_near([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()], 1e-5)
+    assert not step.explain().fallbacks
+
+
 @pytest.mark.parametrize("keep_grads", [False, True])
 def test_the_model_is_made_float64_between_steps(keep_grads: bool) -> None:
     twins = Twins(mlp(torch.float32), momentum, keep_grads=keep_grads)
@@ -435,6 +466,22 @@ def test_preparation_leaves_no_trace(make: Any) -> None:
     twins.step.prepare(images(count=2))
     assert_equal(twins.optimizer.state_dict(), state)
     twins.check_training([images(i) for i in range(2)], BATCH_NORM)
+
+
+def test_the_first_use_of_the_package_draws_no_random_numbers() -> None:
+    run_script("""
+        import random
+        import torch
+        import torch_nimble as nimble
+
+        random.seed(0)
+        before = random.getstate()
+        model = torch.nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = nimble.compile_step(lambda model, x: model(x).mean(), model, optimizer)
+        step(torch.ones(3, 4))
+        assert random.getstate() == before
+    """)
 
 
 def test_preparing_with_a_batch_that_gives_nan_is_no_reason_to_refuse() -> None:

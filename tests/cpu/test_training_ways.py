@@ -126,6 +126,72 @@ def test_parameters_that_the_optimizer_or_functional_call_leads_to_are_trained(w
         assert torch.allclose(mine, other, rtol=1e-9)
 
 
+# ------------------------------------------------------------ transforms
+
+
+def per_sample(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    def loss_of(weights: dict[str, Tensor], row: Tensor, wanted: Tensor) -> Tensor:
+        return F.mse_loss(torch.func.functional_call(model, weights, (row,)), wanted)
+
+    gradient = torch.func.vmap(torch.func.grad(loss_of), in_dims=(None, 0, 0))
+    found = gradient(dict(model.named_parameters()), x, y)
+    return sum((g.square().mean() for g in found.values()), start=torch.zeros(()).double())
+
+
+TRANSFORMED: dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]] = {
+    "grad": lambda m, x, y: torch.func.grad(lambda rows: m(rows).sum())(x),
+    "vjp": lambda m, x, y: torch.func.vjp(m, x)[1](y)[0],
+    "jvp": lambda m, x, y: torch.func.jvp(m, (x,), (x,))[1],
+    "jacrev": lambda m, x, y: torch.func.vmap(torch.func.jacrev(m))(x),
+    "jacfwd": lambda m, x, y: torch.func.vmap(torch.func.jacfwd(m))(x),
+    "hessian": lambda m, x, y: torch.func.vmap(torch.func.hessian(lambda row: m(row)[0]))(x),
+    "of each row": per_sample,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_losses_with_transforms_of_the_model(name: str) -> None:
+    def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return mse(model, x, y) + TRANSFORMED[name](model, x, y).square().mean()
+
+    Twins(mlp(), adam, loss_fn).check_training(batches(3))
+
+
+def test_tensors_beside_the_model_that_are_transformed_are_read_as_they_are() -> None:
+    teachers = torch.randn(3, 4, 2, generator=torch.Generator().manual_seed(0)).double()
+
+    def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        taught = torch.func.vmap(lambda weight: x @ weight)(teachers)
+        return F.mse_loss(model(x), taught.mean(0))
+
+    twins = Twins(mlp(), adam, loss_fn)
+    twins.train(batches(2))
+    teachers.mul_(2)
+    twins.check_training(batches(2))
+
+
+def test_what_a_transform_is_given_past_the_model_is_refused() -> None:
+    model = mlp()
+    weight, other = model[0].weight, torch.ones(3, 2, dtype=torch.float64, requires_grad=True)
+
+    def of(tensor: Tensor) -> Callable[..., Tensor]:
+        return lambda m, x, y: mse(m, x, y) + torch.func.vmap(torch.square)(tensor).sum()
+
+    for loss_fn, match in (
+        (of(weight), "in a way that is not followed"),
+        (of(other), "gives gradients"),
+    ):
+        before = snapshot(model)
+        with pytest.raises(nimble.CaptureError, match=match):
+            nimble.compile_step(loss_fn, model, adam(model))(*rows())
+        assert_equal(snapshot(model), before)
+        assert other.grad is None
+
+
+# ------------------------------------------------------------ other tensors
+
+
 @pytest.mark.parametrize("place", ["list", "dict", "tuple", "namespace"])
 def test_learnable_tensors_that_are_not_the_models_are_refused_wherever_they_are(place: str) -> None:
     weight = torch.ones(2, dtype=torch.float64, requires_grad=True)

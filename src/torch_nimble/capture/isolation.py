@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from torch_nimble.capture.callee import Callee
 from torch_nimble.errors import CaptureError
+from torch_nimble.transforms import unwrapped
 from torch_nimble.watch.contents import COUNTED, Contents, described
 
 IN_PLACE = re.compile(
@@ -308,7 +309,7 @@ class Others(_Unwritten):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         for item in _items_of((*args, *(kwargs or {}).values())):
-            if has_values(item) and id(item) not in self._known and not _in_a_module():
+            if has_values(item) and id(unwrapped(item)) not in self._known and not _in_a_module():
                 raise UnseenError(f"{getattr(func, '__name__', func)} reads an unknown tensor")
         if func == _SET_DATA and not has_values(args[0]):
             return _fill(*args)
@@ -326,7 +327,14 @@ def _fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def has_values(item: Any) -> bool:
-    """Whether it is a tensor of the caller's, and no stand-in, which are of classes of their own."""
+    """Whether it is a tensor of the caller's, and no stand-in, which are of classes of their own.
+
+    What torch.func wraps is what counts: its wrappers are of no class of their own.
+    """
+    return _is_plain(item) and _is_plain(unwrapped(item))
+
+
+def _is_plain(item: Any) -> bool:
     return type(item) in (torch.Tensor, nn.Parameter)
 
 
@@ -370,8 +378,7 @@ def examples(tensors: Iterable[torch.Tensor], beside: Iterable[torch.Tensor] = (
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    is_plain = type(tensor) in (torch.Tensor, nn.Parameter)
-    return is_plain and tensor.layout is torch.strided and tensor.numel() > 0
+    return _is_plain(tensor) and tensor.layout is torch.strided and tensor.numel() > 0
 
 
 def _may_overlap_itself(tensor: torch.Tensor) -> bool:

@@ -170,6 +170,7 @@ def as_captured(
     graph, targets = module.graph, list(sources)
     _refuse_own(module, sources)
     _without_detach(graph)
+    _without_names_for_profiles(graph)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     batch = placeholders[len(targets) :]
     by_target = dict(zip(targets, placeholders, strict=False))
@@ -227,6 +228,13 @@ def _without_detach(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.target is _aten.detach.default:
             node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def _without_names_for_profiles(graph: fx.Graph) -> None:
+    """`record_function` names the code that is traced; its operators would be tasks in any order."""
+    for node in reversed(graph.nodes):
+        if getattr(node.target, "namespace", "") == "profiler":
             graph.erase_node(node)
 
 

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_nimble.capture.isolation import has_values
+from torch_nimble.transforms import unwrapped
 
 _aten = torch.ops.aten
 _TO_NUMBERS = frozenset([_aten._local_scalar_dense.default, _aten.equal.default])
@@ -55,16 +56,17 @@ class StandIns(TorchFunctionMode):
             return {key: self._in_place_of(item) for key, item in value.items()}
         return value
 
-    def _of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _of(self, given: torch.Tensor) -> torch.Tensor:
+        tensor = unwrapped(given)
         found = self._stand_ins.get(id(tensor))
-        if found is not None:
+        if found is not None and tensor is given:
             self.used = True
             return found
         with torch._C.DisableTorchFunction():  # of modes that were entered before this one
             wants_gradient = torch.is_grad_enabled() and tensor.requires_grad and tensor.is_leaf
             if wants_gradient and id(tensor) not in self._new:
                 self.learnable[id(tensor)] = tensor
-        return tensor
+        return given
 
 
 class NumberError(RuntimeError):

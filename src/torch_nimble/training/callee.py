@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,9 @@ from torch import nn
 
 from torch_nimble.capture import Callee, Source
 from torch_nimble.errors import InputError
+from torch_nimble.watch.contents import own_attributes
+
+_DEPTH, _MOST = 8, 1000
 
 
 class StepCallee(Callee):
@@ -25,6 +28,9 @@ class StepCallee(Callee):
         super().__init__(functools.partial(loss_fn, model))
         others = {name: module for name, module in self.modules.items() if module is not model}
         self._roots = {"model": model} | others
+        for name, module in list(_kept_aside(self._roots.values())):
+            self._roots[name if name not in self._roots else f"{name}_{len(self._roots)}"] = module
+        self.watched = tuple(self._roots.values())
         self.modules = {"model": model}
         self.name = f"the training step of {type(model).__name__}"
         self._loss_fn = Callee(loss_fn)
@@ -78,6 +84,31 @@ class StepCallee(Callee):
                 known.add(id(tensor))
                 found[name if name not in found else f"{name} ({len(found)})"] = tensor
         return found
+
+
+def _kept_aside(roots: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that others hold where torch does not look for any: a teacher in a list, to be no part."""
+    known = {module: None for root in roots for module in root.modules()}
+    left, seen = list(known), set[int]()
+    while left:
+        owner = left.pop()
+        held = [(name, value, 0) for name, value in own_attributes(owner)]
+        while held:
+            name, value, depth = held.pop()
+            if isinstance(value, nn.Module) and value not in known:
+                yield f"{type(owner).__name__}.{name}", value
+                new = [module for module in value.modules() if module not in known]
+                known |= dict.fromkeys(new)
+                left += new
+            elif (
+                isinstance(value, list | tuple | dict)
+                and depth < _DEPTH
+                and len(value) <= _MOST
+                and id(value) not in seen
+            ):
+                seen.add(id(value))
+                items = value.items() if isinstance(value, dict) else enumerate(value)
+                held += [(f"{name}[{key!r}]", item, depth + 1) for key, item in items]
 
 
 def described_tensor(tensor: torch.Tensor) -> str:

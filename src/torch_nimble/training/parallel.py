@@ -39,6 +39,15 @@ class Processes:
         self._exchanges: dict[Key, torch.cuda.CUDAGraph | None] = {}
         self._uncaptured = False
 
+    @classmethod
+    def wanted(cls, group: dist.ProcessGroup | bool, model: nn.Module) -> Processes | None:
+        """The group that is asked for, or all; they have begun to train this model."""
+        if group is False:
+            return None
+        made = cls(None if group is True else group)
+        made.begin(model)
+        return made
+
     def begin(self, model: nn.Module) -> None:
         """All have the weights and buffers of the first."""
         self._give([p.detach() for p in model.parameters()])

@@ -53,7 +53,7 @@ class TrainingStep(PlanCache):
         self._updating = False
         self._left: tuple[Tables, Any] | None = None
         self._last: dict[tuple[Phase, frozenset[str]], LastStep] = {}
-        self._processes = _processes(settings)
+        self._processes = Processes.wanted(settings.distributed, settings.model)
         self._trained: frozenset[str] = frozenset()
         self._begin(StepCallee(settings.loss_fn, settings.model), options, progress)
         self._renew()
@@ -120,8 +120,7 @@ class TrainingStep(PlanCache):
 
     def _run(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Any:
         if self._disabled:
-            if self._step.state.shape() != self._shape:
-                self._begin_anew(_OTHER_STATE)
+            self._follow_kinds()
             return self._eager(structure, tensors)
         last = self._last.get(self._part()) if self._follow() else None
         quickly = None if last is None else last.plan_for(structure, tensors)
@@ -131,6 +130,7 @@ class TrainingStep(PlanCache):
         else:
             if prepared is not None:
                 self._look_at_all()  # memory was exchanged, perhaps for another kind
+            self._follow_kinds()
             prepared = self._plan_for(structure, tensors)
         if prepared is None:
             return self._eager(structure, tensors)
@@ -228,6 +228,7 @@ class TrainingStep(PlanCache):
         if not self._disabled:
             with self._lock:
                 self._follow()
+                self._follow_kinds()
                 self._check_call(structure, tensors)
                 self._prepare(structure, tensors)
 
@@ -339,6 +340,11 @@ class TrainingStep(PlanCache):
         self._look_at_all()
         return False
 
+    def _follow_kinds(self) -> None:
+        """Begin anew if parameters were given memory of another kind, which touches no table."""
+        if self._step.state.shape() != self._shape:
+            self._begin_anew(_OTHER_STATE)
+
     def _leave(self) -> None:
         """Remember how everything is left after a step."""
         state = self._step.state
@@ -398,7 +404,7 @@ class TrainingStep(PlanCache):
         self._callee = StepCallee(self._settings.loss_fn, self._settings.model)
         self._modules_watch = ModuleWatch(self._callee.modules.values(), self._callee.watched)
         self._renew(parts)
-        if self._batches > 0:
+        if self._batches > 0 or self._updating:
             self._step.state.take_sums(before)
 
     def _renew(self, parts: Mapping[str, Hashable] | None = None) -> None:
@@ -464,12 +470,3 @@ class TrainingStep(PlanCache):
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{len(self._prepared)} prepared"
         return f"<torch_nimble.TrainingStep of {type(self.model).__name__}, {state}>"
-
-
-def _processes(settings: Settings) -> Processes | None:
-    if settings.distributed is False:
-        return None
-    group = settings.distributed
-    made = Processes(None if group is True else group)
-    made.begin(settings.model)
-    return made

@@ -81,9 +81,9 @@ def _same_set(one: Set[Any], other: Set[Any]) -> bool:
 
 
 def own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """What a module holds beside tensors, modules, and what all modules hold."""
+    """What a module holds beside tensors and what all modules hold."""
     for name, value in vars(module).items():
-        if name not in _OF_EVERY_MODULE and not isinstance(value, torch.Tensor | nn.Module):
+        if name not in _OF_EVERY_MODULE and not isinstance(value, torch.Tensor):
             yield name, value
 
 
