@@ -45,7 +45,7 @@ class Engine(ModelProxy, PlanCache):
     _quicks: dict[Any, QuickCall]
     """By the kind of call, for all that there were."""
     _wire: Tripwire | None
-    """Untouched since the modules were what `_modules_watch` knows."""
+    """Over `_modules_watch`, unless that is another by now."""
     _batching: Batching | None
 
     def __init__(self, target: Any, options: Options, progress: Progress = lambda stage: None) -> None:
@@ -65,8 +65,9 @@ class Engine(ModelProxy, PlanCache):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model would return."""
-        if self._quick is not None:
-            result = self._quick(args, kwargs)
+        quick = self._quick  # another thread may close the plan
+        if quick is not None:
+            result = quick(args, kwargs)
             if result is not MISS:
                 return result
         if self._disabled:
@@ -108,18 +109,19 @@ class Engine(ModelProxy, PlanCache):
 
     def _remember(self, prepared: Prepared, structure: Node, tensors: Sequence[torch.Tensor]) -> None:
         """Let calls like this one take the short way, where there is one."""
-        executable, callee, watch = prepared.choice.executable, self._callee, prepared.watch
+        executable, callee = prepared.choice.executable, self._callee
         if not isinstance(executable, CudaExecutable):
             return
         # A preparation touches modules. What was changed before there was a wire does not trip it.
-        if not (self._has_same_modules() and watch.unchanged()):
+        wire = self._wire_of_same_modules()
+        if wire is None or not prepared.watch.unchanged():
             return
-        wire = self._wire
-        if wire is None or tuple(self._modules_watch.training()) != prepared.signature.training:
+        if tuple(wire.modules.training()) != prepared.signature.training:
             return
 
         def unchanged() -> bool:
-            return wire.untouched() and watch.as_they_were() and callee.reaches_the_same()
+            # Weights that the plan takes in later are those of the same modules.
+            return wire.untouched() and prepared.watch.as_they_were() and callee.reaches_the_same()
 
         quick = QuickCall(prepared, executable, structure, tensors, unchanged)
         self._quicks[_kind(structure, tensors)] = quick
@@ -240,10 +242,10 @@ class Engine(ModelProxy, PlanCache):
 
     def _follow_modules(self) -> None:
         """Forget all plans if the model does not consist of the same modules any more."""
-        if self._has_same_modules():
+        if self._wire_of_same_modules() is not None:
             return
         with self._lock:
-            if self._has_same_modules():
+            if self._wire_of_same_modules() is not None:
                 return
             remedy = "Keep what does not influence results outside of the model"
             what = self._modules_watch.what_changed()
@@ -253,15 +255,18 @@ class Engine(ModelProxy, PlanCache):
             self._set_own("_callee", callee)
             self._set_own("_modules_watch", ModuleWatch(callee.modules.values(), callee.watched))
 
-    def _has_same_modules(self) -> bool:
-        """Whether nothing but tensors has changed; to look at everything is the exception."""
-        wire = self._wire
-        if wire is not None and wire.untouched():
-            return self._callee.reaches_the_same()
-        wire = Tripwire(self._modules_watch)  # before the look, so that it misses nothing after it
-        is_same = self._modules_watch.unchanged() and self._callee.reaches_the_same()
-        self._set_own("_wire", wire if is_same else None)
-        return is_same
+    def _wire_of_same_modules(self) -> Tripwire | None:
+        """A wire that is untouched, and was set when nothing but tensors had changed; else None.
+
+        To look at everything is the exception.
+        """
+        modules, wire = self._modules_watch, self._wire
+        if wire is None or wire.modules is not modules or not wire.untouched():
+            wire = Tripwire(modules)  # before the look, so that it misses nothing after it
+            if not modules.unchanged():
+                wire = None
+            self._set_own("_wire", wire)
+        return wire if wire is not None and self._callee.reaches_the_same() else None
 
     # ------------------------------------------------------------ forgetting
 
