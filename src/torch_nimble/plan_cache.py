@@ -221,7 +221,8 @@ class PlanCache(ABC):
                 self._modules_watch.ignore(adapter.assigned)
                 self._callee.ignore(adapter.assigned.containers)
                 self._prepared[signature] = prepared
-                return prepared
+                # Another thread may have written or exchanged weights since they were read.
+                return prepared if self._take_in_weights(prepared) else None
             # Only now is the traceback gone, and with it the last hold on what was allocated.
             gc.collect()
             torch.cuda.empty_cache()
