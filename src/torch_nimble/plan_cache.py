@@ -262,7 +262,7 @@ class PlanCache(ABC):
 
     def _signature(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Signature:
         home = self._home(tensors)
-        kind = "cpu" if home is None else home.type
+        kind = "cpu" if home is None or home.type == "meta" else home.type  # which knows no autocast
         return Signature(
             structure,
             tensor_keys(tensors, home if kind == "cuda" else None),
