@@ -128,9 +128,7 @@ class Tables:
             return False
         time = self._now()
         if time is None or time != self._time:
-            if not (
-                self._versions == self._versions_now() if self._loop is None else self._loop.untouched()
-            ):
+            if not self._have_their_versions():
                 return False
             self._time = time
         return True
