@@ -109,7 +109,9 @@ class Tables:
         self._loop = None
         if self._time is None and len(tables) >= MANY and _have_versions():
             made = loops()
-            self._loop = None if made is None else _Loop(made, tables, self._versions)
+            if made is not None:
+                self._loop = _Loop(made, tables, self._versions)
+                self._empty = []  # which have versions of their own there
 
     def _versions_now(self) -> list[int]:
         return list(map(dict_version, self.tables))
