@@ -126,6 +126,8 @@ class Engine(ModelProxy, PlanCache):
         quick = QuickCall(prepared, executable, structure, tensors, unchanged)
         self._quicks[_kind(structure, tensors)] = quick
         self._set_own("_quick", quick)
+        if prepared.closed:  # by another thread, which may have forgotten quick calls before this one
+            self._forget_quick_calls()
 
     def _call_batched(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Any:
         batching = self._batching
@@ -271,12 +273,12 @@ class Engine(ModelProxy, PlanCache):
     # ------------------------------------------------------------ forgetting
 
     def _close(self, signature: Signature) -> None:
-        self._forget_quick_calls()
         super()._close(signature)
+        self._forget_quick_calls()
 
     def _drop_plans(self) -> None:
-        self._forget_quick_calls()
         super()._drop_plans()
+        self._forget_quick_calls()
 
     def _forget_quick_calls(self) -> None:
         self._set_own("_quick", None)

@@ -194,6 +194,7 @@ class PlanCache(ABC):
     def _prepare(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Prepared | None:
         signature = self._signature(structure, tensors)
         with self._lock:
+            self._check_usable()  # another thread may have closed it
             known = self._prepared.get(signature)
             if known is not None and known.watch.fits():
                 return known

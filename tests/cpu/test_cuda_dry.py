@@ -41,6 +41,7 @@ from torch_nimble.flags import flags_on
 from torch_nimble.folded import FoldedConstants
 from torch_nimble.lower import Lowered, lower
 from torch_nimble.options import Options
+from torch_nimble.prepared import Prepared
 from torch_nimble.quick import MISS, QuickCall
 from torch_nimble.schedule import critical_first, lanes, max_concurrency, serial
 from torch_nimble.schedule.memory import check_memory
@@ -879,6 +880,23 @@ def test_a_call_that_is_not_quick_any_more_takes_the_long_way(
             patched.setattr(type(fast), "_quick", property(lambda _: next(values, None)), raising=False)
             patched.setattr(type(fast), "_set_own", lambda *_: None)
             assert fast(x).shape == x.shape
+
+
+def test_a_call_that_another_thread_closes_the_engine_under_is_not_remembered(
+    small: nn.Sequential, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = nimble.compile(small)
+    run = Prepared.run
+
+    def run_and_close(self: Prepared, tensors: Any) -> Any:
+        result = run(self, tensors)
+        fast.close()
+        return result
+
+    monkeypatch.setattr(Prepared, "run", run_and_close)
+    fast(torch.randn(2, 4))
+    assert fast._quick is None
+    assert not fast._quicks
 
 
 def test_weights_that_another_thread_exchanges_as_a_call_is_remembered_are_noticed(

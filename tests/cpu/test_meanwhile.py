@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 
 import pytest
@@ -65,6 +66,39 @@ def test_a_plan_for_weights_that_are_of_another_dtype_by_then_is_dropped_in_sigh
         fast.prepare((X,))
         assert [eviction.reason for eviction in fast.explain().evictions]
         assert_close(fast(X.double()), eager(model, X.double()))
+
+
+def test_an_engine_that_is_closed_while_a_call_waits_for_its_turn_makes_no_plan() -> None:
+    fast, errors = nimble.compile(made()), list[BaseException]()
+    waits = threading.Event()
+
+    def call() -> None:
+        try:
+            fast(X)
+        except nimble.StateError as error:
+            errors.append(error)
+
+    class Told:
+        """The lock, which tells that another thread waits for it."""
+
+        def __enter__(self) -> None:
+            waits.set()
+            lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+
+    lock = fast._lock
+    thread = threading.Thread(target=call)
+    with lock:
+        fast._set_own("_lock", Told())
+        thread.start()
+        assert waits.wait(60)
+        fast._set_own("_lock", lock)
+        fast.close()
+    thread.join()
+    assert len(errors) == 1
+    assert not fast._prepared
 
 
 def test_weights_that_are_written_while_others_are_taken_in_are_taken_in_next(
