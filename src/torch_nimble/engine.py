@@ -44,7 +44,7 @@ class Engine(ModelProxy, PlanCache):
     _quicks: dict[Any, QuickCall]
     """By the kind of call, for all that there were."""
     _wire: Tripwire | None
-    """Untouched since the modules were what `_modules_watch` knows."""
+    """Over `_modules_watch`, unless that is another by now."""
     _batching: Batching | None
 
     def __init__(self, target: Any, options: Options, progress: Progress = lambda stage: None) -> None:
@@ -64,8 +64,9 @@ class Engine(ModelProxy, PlanCache):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model would return."""
-        if self._quick is not None:
-            result = self._quick(args, kwargs)
+        quick = self._quick  # another thread may close the plan
+        if quick is not None:
+            result = quick(args, kwargs)
             if result is not MISS:
                 return result
         if self._disabled:
@@ -107,20 +108,23 @@ class Engine(ModelProxy, PlanCache):
 
     def _remember(self, prepared: Prepared, structure: Node, tensors: Sequence[torch.Tensor]) -> None:
         """Let calls like this one take the short way."""
-        callee, watch = self._callee, prepared.watch
+        callee = self._callee
         # A preparation touches modules. What was changed before there was a wire does not trip it.
-        if not (self._has_same_modules() and watch.unchanged()):
+        wire = self._wire_of_same_modules()
+        if wire is None or not prepared.watch.unchanged():
             return
-        wire = self._wire
-        if wire is None or tuple(self._modules_watch.training()) != prepared.signature.training:
+        if tuple(wire.modules.training()) != prepared.signature.training:
             return
 
         def unchanged() -> bool:
-            return wire.untouched() and watch.as_they_were() and callee.reaches_the_same()
+            # Weights that the plan takes in later are those of the same modules.
+            return wire.untouched() and prepared.watch.as_they_were() and callee.reaches_the_same()
 
         quick = QuickCall(prepared, structure, tensors, unchanged)
         self._quicks[_kind(structure, tensors)] = quick
         self._set_own("_quick", quick)
+        if prepared.closed:  # by another thread, which may have forgotten quick calls before this one
+            self._forget_quick_calls()
 
     def _call_batched(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Any:
         batching = self._batching
@@ -237,10 +241,10 @@ class Engine(ModelProxy, PlanCache):
 
     def _follow_modules(self) -> None:
         """Forget all plans if the model does not consist of the same modules any more."""
-        if self._has_same_modules():
+        if self._wire_of_same_modules() is not None:
             return
         with self._lock:
-            if self._has_same_modules():
+            if self._wire_of_same_modules() is not None:
                 return
             remedy = "Keep what does not influence results outside of the model"
             what = self._modules_watch.what_changed()
@@ -250,25 +254,28 @@ class Engine(ModelProxy, PlanCache):
             self._set_own("_callee", callee)
             self._set_own("_modules_watch", ModuleWatch(callee.modules.values(), callee.watched))
 
-    def _has_same_modules(self) -> bool:
-        """Whether nothing but tensors has changed; to look at everything is the exception."""
-        wire = self._wire
-        if wire is not None and wire.untouched():
-            return self._callee.reaches_the_same()
-        wire = Tripwire(self._modules_watch)  # before the look, so that it misses nothing after it
-        is_same = self._modules_watch.unchanged() and self._callee.reaches_the_same()
-        self._set_own("_wire", wire if is_same else None)
-        return is_same
+    def _wire_of_same_modules(self) -> Tripwire | None:
+        """A wire that is untouched, and was set when nothing but tensors had changed; else None.
+
+        To look at everything is the exception.
+        """
+        modules, wire = self._modules_watch, self._wire
+        if wire is None or wire.modules is not modules or not wire.untouched():
+            wire = Tripwire(modules)  # before the look, so that it misses nothing after it
+            if not modules.unchanged():
+                wire = None
+            self._set_own("_wire", wire)
+        return wire if wire is not None and self._callee.reaches_the_same() else None
 
     # ------------------------------------------------------------ forgetting
 
     def _close(self, signature: Signature) -> None:
-        self._forget_quick_calls()
         super()._close(signature)
+        self._forget_quick_calls()
 
     def _drop_plans(self) -> None:
-        self._forget_quick_calls()
         super()._drop_plans()
+        self._forget_quick_calls()
 
     def _forget_quick_calls(self) -> None:
         self._set_own("_quick", None)

@@ -194,6 +194,7 @@ class PlanCache(ABC):
     def _prepare(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Prepared | None:
         signature = self._signature(structure, tensors)
         with self._lock:
+            self._check_usable()  # another thread may have closed it
             known = self._prepared.get(signature)
             if known is not None and known.watch.fits():
                 return known
@@ -221,7 +222,8 @@ class PlanCache(ABC):
                 self._modules_watch.ignore(adapter.assigned)
                 self._callee.ignore(adapter.assigned.containers)
                 self._prepared[signature] = prepared
-                return prepared
+                # Another thread may have written or exchanged weights since they were read.
+                return prepared if self._take_in_weights(prepared) else None
             # Only now is the traceback gone, and with it the last hold on what was allocated.
             gc.collect()
             torch.cuda.empty_cache()
@@ -261,7 +263,7 @@ class PlanCache(ABC):
 
     def _signature(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Signature:
         home = self._home(tensors)
-        kind = "cpu" if home is None else home.type
+        kind = "cpu" if home is None or home.type == "meta" else home.type  # which knows no autocast
         return Signature(
             structure,
             tensor_keys(tensors, home if kind == "cuda" else None),

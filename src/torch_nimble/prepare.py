@@ -41,6 +41,7 @@ from torch_nimble.lower.observe import tensors_in
 from torch_nimble.options import Options
 from torch_nimble.plans import Plan
 from torch_nimble.trial import Trial
+from torch_nimble.watch.weights import Watch
 
 log = logging.getLogger("torch_nimble")
 
@@ -103,10 +104,11 @@ def prepare(
     options: Options,
     folded: FoldedConstants,
     progress: Progress = lambda stage: None,
-) -> Choice:
+) -> tuple[Choice, Watch]:
     """The fastest verified plan for these inputs that agrees with eager.
 
-    If none does, the libraries' kernels are tried instead of ours.
+    With it a watch over the weights, made before they were read. If no plan agrees, kernels of libraries
+    are tried instead of ours.
     """
     stages = _Stages(progress)
     # Constants made in the caller's inference mode would be inference tensors for ever; the caller's
@@ -116,18 +118,18 @@ def prepare(
         roots = adapter.callee.watched
         held = (t for root in roots for t in (*root.parameters(), *root.buffers()))
         given = examples(tensors, held)
-        choice, notes = None, list[Candidate]()
+        made, notes = None, list[Candidate]()
         try:
-            choice = _prepare(device, adapter, given, options, folded, stages, notes)
+            made = _prepare(device, adapter, given, options, folded, stages, notes)
         except MismatchError as reason:
             if not reason.has_own_kernels or options.plan is not None:
                 raise
             notes = [not_tried("kernels of our own", reason)]
-        if choice is None:
+        if made is None:
             without = dataclasses.replace(options, tune="off")
-            choice = _prepare(device, adapter, given, without, folded, stages, notes)
+            made = _prepare(device, adapter, given, without, folded, stages, notes)
         device.give_back()
-        return choice
+        return made
 
 
 def _prepare(
@@ -138,7 +140,7 @@ def _prepare(
     folded: FoldedConstants,
     stages: _Stages,
     notes: list[Candidate],
-) -> Choice:
+) -> tuple[Choice, Watch]:
     with stages("load libraries"), no_garbage_collection():
         device.get_ready()
     with stages("run eager"):
@@ -186,6 +188,7 @@ def _prepare(
             )
         chosen = fastest(timings, {e.name: e.plan.streams for e in right}, device.tie)
         winner = next(e for e in right if e.name == chosen)
+        assert isinstance(winner.trial, Trial)
         with stages("settle"):
             count = len(winner.trial.lowered.program.outputs)
             strides = tuple(result.stride() for result in reference[:count])
@@ -195,7 +198,7 @@ def _prepare(
             entry.executable.close()
         raise
     log.info("%s: chose %r of %d candidates", adapter.callee.name, chosen, len(entries))
-    return Choice(
+    choice = Choice(
         lowered=executable.lowered,
         executable=executable,
         chosen=chosen,
@@ -207,6 +210,7 @@ def _prepare(
         stages_s=dict(stages.seconds),
         memory_bytes=winner.memory_bytes,
     )
+    return choice, winner.trial.watch
 
 
 def roundings_of(captured: Captured, device: Device) -> dict[str, float]:

@@ -42,28 +42,23 @@ class Prepared:
     ) -> None:
         self.signature = signature
         self.device = device
-        self.choice: Choice = prepare(device, adapter, tensors, options, folded, progress)
+        self.choice: Choice
+        self.choice, self.watch = prepare(device, adapter, tensors, options, folded, progress)
         self._program = self.choice.lowered.program
         self._trains, self._callee = adapter.trains, adapter.callee
         self._label = f"torch_nimble {adapter.callee.name} ({self.choice.chosen})"
-        roots = [*adapter.callee.modules.values(), *adapter.callee.watched]
-        self._modules = list(dict.fromkeys(m for root in roots for m in root.modules()))
         self._lock = device.lock or threading.Lock()
         self._strides = [t.stride() for t in tensors] if adapter.writes_by_layout else None
         self._written = [i for i, slot in enumerate(self._program.inputs) if slot.mutated]
-        self.watch = self._watch_now()
+        self._exposed = self._lies_exposed()
         self.calls = 0
         self.closed = False
 
-    def _watch_now(self) -> Watch:
-        program = self._program
-        used = program.constants | program.state | {name for c in program.folding for name in c.refs()}
-        sources = {name: source for name, source in program.sources.items() if name in used}
-        held = [
-            source.tensor() for name, source in sources.items() if self._written or name in program.state
-        ]
-        self._exposed = frozenset(_storage(tensor) for tensor in held if tensor is not None)
-        return Watch(sources, program.state, self._modules, self._callee.asked.values())
+    def _lies_exposed(self) -> frozenset[int]:
+        """Memory of the model that must not be an input's, for one of both is written."""
+        used, state = self._program.used_sources(), self._program.state
+        held = [source.tensor() for name, source in used.items() if self._written or name in state]
+        return frozenset(_storage(tensor) for tensor in held if tensor is not None)
 
     @property
     def writes(self) -> bool:
@@ -139,9 +134,10 @@ class Prepared:
     def take_in(self, folded: FoldedConstants) -> None:
         """Use the model's present weights from the next call on."""
         with self._lock, _default_dtype(self.signature.default_dtype):
+            watch = Watch.of(self._program, self._callee)
             self.choice.executable.rebind(folded.evaluate(self._program))
             folded.adopt(self._program, self.choice.executable.constants)
-            self.watch = self._watch_now()
+            self.watch, self._exposed = watch, self._lies_exposed()
 
     def close(self) -> None:
         """End the threads, after a call that is under way."""

@@ -13,6 +13,7 @@ from torch_nimble.capture import StandIn, TorchGenerators, Traceable, generators
 from torch_nimble.execute.check import TOLERANCE, joined_error, relative_error
 from torch_nimble.folded import FoldedConstants
 from torch_nimble.lower import Lowered
+from torch_nimble.watch.weights import Watch
 
 log = logging.getLogger("torch_nimble")
 
@@ -45,6 +46,7 @@ class Trial:
         self._shaken: list[torch.Tensor] | None = None
         self._own_errors: dict[Key, float] | None = None
         self.lowered = lowered
+        self.watch = Watch.of(lowered.program, adapter.callee)
         self.constants = folded.evaluate(lowered.program)
         program = lowered.program
         self.given = tensors

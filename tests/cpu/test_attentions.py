@@ -24,9 +24,11 @@ from torch_nimble.errors import PlanError
 from torch_nimble.kernels.heads import MASKS, Attention, is_attention, ways_to_attend
 from torch_nimble.kernels.sites import DTYPES, LIBRARY, MERGED, Site, Tuned, Way, Window, configs
 from torch_nimble.lower import inductor
+from torch_nimble.lower.constants import split_constants
 from torch_nimble.lower.passes import select, together
 from torch_nimble.lower.passes.attentions import find_attentions
 from torch_nimble.lower.passes.layers import find_sites
+from torch_nimble.lower.remembered import fingerprint
 
 CPU = torch.device("cpu")
 CONFIG = "attention-ieee/16/16/4/2"
@@ -112,6 +114,7 @@ def rewritten(function: Callable[..., Any]) -> tuple[fx.Graph, list[Attention]]:
     chosen = {str(site): CONFIG for site in sites}
     assert select.use_kernels(graph, names, chosen) == {str(site): sites.count(site) for site in sites}
     graph.lint()
+    assert fingerprint(split_constants(captured, graph).graph, [], {}) is not None, "may be remembered"
     made = Rewritten(captured, graph, [], {})
     wanted = as_list(eager(model, x.clone()))
     for found in (made.run(x.clone()), made.run_split(x.clone())):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +20,7 @@ import torch
 import torch.nn.attention
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import torch_nimble as nimble
 from cpu.helpers import assert_close, assert_equal, eager, randomise_batch_norm
@@ -27,6 +29,7 @@ from torch_nimble.capture import Adapter, Callee, capture
 from torch_nimble.devices import RefusedError
 from torch_nimble.devices.candidates import _allowed_bytes
 from torch_nimble.devices.cuda import CudaDevice
+from torch_nimble.engine import Engine
 from torch_nimble.errors import LoweringError
 from torch_nimble.execute.cuda import CudaExecutable
 from torch_nimble.execute.demands import Watch, multiplying_tasks
@@ -38,12 +41,15 @@ from torch_nimble.flags import flags_on
 from torch_nimble.folded import FoldedConstants
 from torch_nimble.lower import Lowered, lower
 from torch_nimble.options import Options
-from torch_nimble.quick import MISS
+from torch_nimble.prepared import Prepared
+from torch_nimble.quick import MISS, QuickCall
 from torch_nimble.schedule import critical_first, lanes, max_concurrency, serial
 from torch_nimble.schedule.memory import check_memory
 from torch_nimble.schedule.pools import MIB, Demand
 from torch_nimble.tree import flatten_inputs
 from torch_nimble.trial import Trial
+from torch_nimble.watch.modules import ModuleWatch, Tripwire
+from torch_nimble.watch.weights import Watch as WeightsWatch
 
 CPU = torch.device("cpu")
 
@@ -756,22 +762,42 @@ def test_a_failure_of_the_device_is_a_refusal_and_lack_of_memory_is_not(
         list(device.entries(trial, Options()))
 
 
-def test_the_short_way_of_a_call_is_taken_for_calls_like_the_one_before_and_no_others(
-    device: CudaDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+@pytest.fixture
+def small(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> nn.Sequential:
+    """A model whose plans are those of a GPU."""
     monkeypatch.setattr("torch_nimble.plan_cache.device_for", lambda home: device)
     monkeypatch.setattr("torch_nimble.quick._current_device", lambda: -1)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
-    x = torch.randn(2, 4)
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
+
+
+def quick_call_of(fast: Engine) -> QuickCall:
+    """For calls like the last one, with tensors of the host."""
+    quick = fast._quick
+    assert quick is not None
+    quick._index, quick._device_kind = -1, "cuda"
+    quick._signature = replace(
+        quick._signature, flags=flags_on("cuda"), autocast_dtype=torch.get_autocast_dtype("cuda")
+    )
+    return quick
+
+
+def test_the_short_way_of_a_call_is_taken_for_calls_like_the_one_before_and_no_others(
+    small: nn.Sequential,
+) -> None:
+    model, x = small, torch.randn(2, 4)
     with nimble.compile(model) as fast:
         assert_close(fast(x), eager(model, x))
-        quick = fast._quick
-        assert quick is not None
-        quick._index, quick._device_kind = -1, "cuda"  # of tensors of the host
-        quick._signature = replace(
-            quick._signature, flags=flags_on("cuda"), autocast_dtype=torch.get_autocast_dtype("cuda")
-        )
+        quick = quick_call_of(fast)
 
         def is_taken(*args: Any, **kwargs: Any) -> bool:
             return quick(args, kwargs) is not MISS
@@ -809,22 +835,12 @@ def test_the_short_way_of_a_call_is_taken_for_calls_like_the_one_before_and_no_o
     assert not is_taken(x)  # closed
 
 
-def test_calls_of_several_kinds_take_the_short_way_in_any_order(
-    device: CudaDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch_nimble.plan_cache.device_for", lambda home: device)
-    monkeypatch.setattr("torch_nimble.quick._current_device", lambda: -1)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
+def test_calls_of_several_kinds_take_the_short_way_in_any_order(small: nn.Sequential) -> None:
     xs = [torch.randn(rows, 4) for rows in (1, 2)]
-    with nimble.compile(model, batch_sizes=[1, 2]) as fast:
+    with nimble.compile(small, batch_sizes=[1, 2]) as fast:
         for x in xs:
             fast(x)
-        for quick in fast._quicks.values():
-            quick._index, quick._device_kind = -1, "cuda"  # of tensors of the host
-            quick._signature = replace(
-                quick._signature, flags=flags_on("cuda"), autocast_dtype=torch.get_autocast_dtype("cuda")
-            )
+            quick_call_of(fast)
         planned, plan_for = [], fast._plan_for
         fast._set_own("_plan_for", lambda *given: (planned.append(given), plan_for(*given))[1])
         for x in (xs[0], xs[1], xs[1], xs[0]):
@@ -833,7 +849,99 @@ def test_calls_of_several_kinds_take_the_short_way_in_any_order(
         with pytest.raises(nimble.InputError, match="dense"):
             fast(xs[0].to_sparse())
         with torch.no_grad():
-            model[0].weight.add_(1)
+            small[0].weight.add_(1)
         for x in xs:
             assert fast(x).shape == x.shape
-        assert len(planned) == 2
+        assert len(planned) == 1  # which has taken weights in for both
+
+
+def test_calls_of_several_kinds_keep_no_memory_that_weights_had(small: nn.Sequential) -> None:
+    xs = [torch.randn(rows, 4) for rows in (1, 2)]
+    with nimble.compile(small) as fast:
+        for x in xs:
+            fast(x)
+            quick_call_of(fast)
+        memory = StorageWeakRef(small[0].weight.untyped_storage())
+        small[0].weight.data = torch.randn(4, 4)
+        fast(xs[0])
+        gc.collect()
+        assert memory.expired()
+
+
+def test_a_call_that_is_not_quick_any_more_takes_the_long_way(
+    small: nn.Sequential, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread may have closed the plan between a look and the call."""
+    x = torch.randn(2, 4)
+    with nimble.compile(small) as fast:
+        fast(x)
+        values = iter([quick_call_of(fast)])
+        with monkeypatch.context() as patched:
+            patched.setattr(type(fast), "_quick", property(lambda _: next(values, None)), raising=False)
+            patched.setattr(type(fast), "_set_own", lambda *_: None)
+            assert fast(x).shape == x.shape
+
+
+def test_a_call_that_another_thread_closes_the_engine_under_is_not_remembered(
+    small: nn.Sequential, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = nimble.compile(small)
+    run = Prepared.run
+
+    def run_and_close(self: Prepared, tensors: Any) -> Any:
+        result = run(self, tensors)
+        fast.close()
+        return result
+
+    monkeypatch.setattr(Prepared, "run", run_and_close)
+    fast(torch.randn(2, 4))
+    assert fast._quick is None
+    assert not fast._quicks
+
+
+def test_weights_that_another_thread_exchanges_as_a_call_is_remembered_are_noticed(
+    small: nn.Sequential, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And another one has seen that modules are the same before this call has asked for a wire."""
+    x = torch.randn(2, 4)
+    with nimble.compile(small) as fast:
+        fast(x)
+        fast._forget_quick_calls()
+        unchanged = WeightsWatch.unchanged
+
+        def unchanged_and_then_exchanged(self: WeightsWatch) -> bool:
+            found = unchanged(self)
+            if fast._prepared[next(iter(fast._prepared))].calls == 2:
+                small[0].weight = nn.Parameter(torch.randn(4, 4))
+                fast._follow_modules()
+            return found
+
+        with monkeypatch.context() as patched:
+            patched.setattr(WeightsWatch, "unchanged", unchanged_and_then_exchanged)
+            fast(x)
+        assert fast._quick is None or quick_call_of(fast)((x,), {}) is MISS
+
+
+def test_a_wire_of_modules_that_were_exchanged_meanwhile_is_not_used(
+    small: nn.Sequential, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread is about to make a wire, another sees that there is a module more."""
+    x = torch.randn(2, 4)
+    with nimble.compile(small) as fast:
+        fast(x)
+        made = Tripwire.__init__
+
+        def change_and_make(self: Tripwire, modules: ModuleWatch) -> None:
+            monkeypatch.setattr(Tripwire, "__init__", made)
+            small.append(Scaled())
+            fast(x)
+            made(self, modules)
+
+        small[0].extra = 1  # trips the wire
+        monkeypatch.setattr(Tripwire, "__init__", change_and_make)
+        fast(x)
+        fast(x)
+        small[2].factor = 3.0
+        before = fast._changes
+        fast(x)
+        assert fast._changes == before + 1

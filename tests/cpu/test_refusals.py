@@ -175,6 +175,29 @@ def test_tensors_that_stand_for_several_are_refused() -> None:
         nimble.compile(model, (X,))
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch says of some layouts that they are new
+@pytest.mark.parametrize(
+    ("make", "layout"),
+    [
+        (Tensor.to_sparse, "torch.sparse_coo"),
+        (Tensor.to_sparse_csr, "torch.sparse_csr"),
+        (Tensor.to_mkldnn, "torch._mkldnn"),
+        (lambda x: torch.nested.nested_tensor(list(x)), "nested"),
+    ],
+)
+def test_state_that_is_not_dense_is_refused(make: Callable[[Tensor], Tensor], layout: str) -> None:
+    model = nn.Linear(3, 3).eval()
+    model.register_buffer("places", make(torch.eye(3)))
+    with pytest.raises(nimble.CaptureError, match=f"'places' has the layout {layout}; only dense"):
+        nimble.compile(model, (X,))
+
+
+def test_a_model_without_memory_runs_eagerly() -> None:
+    model = nn.Linear(3, 3).eval().to("meta")
+    with nimble.compile(model) as fast, pytest.warns(nimble.NimbleWarning, match="has no engine"):
+        assert fast(X.to("meta")).is_meta
+
+
 def test_a_module_with_a_compiled_call_is_refused() -> None:
     model = nn.Sequential(nn.Linear(3, 3))
     model[0].compile(backend="eager")

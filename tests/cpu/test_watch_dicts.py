@@ -104,7 +104,7 @@ def test_an_attribute_that_is_set_is_noticed(count: int) -> None:
 @pytest.mark.parametrize("others", [0, 100])
 def test_with_the_versions_of_this_python(others: int) -> None:
     """Of many, a compiled loop may look at them."""
-    tables: list[dict[str, int]] = [{}, {"a": 1}, OrderedDict(b=2), defaultdict(int)]
+    tables: list[dict[str, int]] = [{}, {"a": 1}, OrderedDict(b=2), defaultdict(int), {}, {}]
     tables += [{"x": i} for i in range(others)]
     for change in (
         lambda: tables[0].update(a=1),
@@ -113,6 +113,8 @@ def test_with_the_versions_of_this_python(others: int) -> None:
         lambda: tables[2].clear(),
         lambda: tables[2].update(b=3),
         lambda: tables[3].update(c=4),
+        lambda: tables[4].update({str(i): i for i in range(20)}),
+        lambda: tables[5].__ior__({"d": 5}),
     ):
         watched = Tables(tables)
         assert watched.untouched()

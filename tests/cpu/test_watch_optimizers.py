@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 import torch_nimble as nimble
 from torch_nimble.folded import FoldedConstants
 from torch_nimble.prepared import Prepared
-from torch_nimble.watch.optimizers import StepsOfOthers, watch_optimizers
+from torch_nimble.watch.optimizers import StepsOfOthers, count_step, watch_optimizers
 
 Made = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Made] = {
@@ -83,6 +84,36 @@ def test_parameters_that_an_optimizer_has_no_more_were_written_all_the_same() ->
     steps = StepsOfOthers(own)
     optimizer = stepped(OPTIMIZERS["fused"], own)
     optimizer.param_groups[0]["params"] = parameters()
+    assert not steps.only()
+
+
+def test_what_was_written_is_not_forgotten_when_something_else_is_written() -> None:
+    own = parameters()
+    steps, others = StepsOfOthers(own), StepsOfOthers(parameters())
+    optimizer = stepped(OPTIMIZERS["fused"], own)
+    optimizer.param_groups[0]["params"] = parameters()
+    optimizer.step()
+    assert not steps.only()
+    assert others.only()
+
+
+def test_whoever_asks_while_a_step_is_noted_learns_of_it_afterwards() -> None:
+    own = parameters()
+    steps, asked = StepsOfOthers(own), list[bool]()
+
+    class Asking(list[torch.Tensor]):
+        """While these are gone through, another thread asks."""
+
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            thread = threading.Thread(target=lambda: asked.append(steps.only()))
+            thread.start()
+            thread.join()
+            return super().__iter__()
+
+    optimizer = OPTIMIZERS["fused"](own)
+    optimizer.param_groups[0]["params"] = Asking(own)
+    count_step(optimizer)
+    assert asked
     assert not steps.only()
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import random
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 
@@ -19,7 +21,8 @@ from torch_nimble.watch import tensors
 from torch_nimble.watch.tensors import Written
 
 Tensor = torch.Tensor
-has_compiler = pytest.mark.skipif(not tensors.by_compiled_code(), reason="no C++ compiler is installed")
+IS_COMPILED = tensors.by_compiled_code()
+has_compiler = pytest.mark.skipif(not IS_COMPILED, reason="no C++ compiler is installed")
 
 
 def made(count: int) -> list[Tensor]:
@@ -141,6 +144,14 @@ def _fails(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(command, 1, "", "no such option\nand more")
 
 
+@has_compiler
+@pytest.mark.usefixtures("_anew")
+def test_a_compiler_may_be_given_with_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))))
+    monkeypatch.setenv("CXX", f"env {found} -DNOTHING")
+    assert tensors.by_compiled_code()
+
+
 @pytest.mark.usefixtures("_anew")
 @pytest.mark.parametrize(
     ("name", "instead", "said"),
@@ -162,7 +173,7 @@ def test_python_looks_where_the_loop_cannot(
     located = made(100)
     with caplog.at_level(logging.INFO, "torch_nimble"):
         look = Written(located, located)
-    assert said in caplog.text or not has_compiler
+    assert said in caplog.text or not IS_COMPILED
     assert look.untouched()
     move(located[99])
     assert not look.untouched()

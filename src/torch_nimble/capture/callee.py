@@ -171,7 +171,7 @@ def refuse_compiled(target: Any) -> None:
 
 
 def refuse_unplain_state(callee: Callee) -> None:
-    """CaptureError if a parameter or buffer has no shape yet, or is more than one tensor."""
+    """CaptureError if a parameter or buffer has no shape yet, is several tensors, or is not dense."""
     for module in callee.watched:
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if is_lazy(tensor):
@@ -184,6 +184,12 @@ def refuse_unplain_state(callee: Callee) -> None:
                     f"{callee.name} ({callee.location}): {name!r} is a {type(tensor).__name__}, which "
                     "stands for tensors of its own, as quantized or distributed weights do; a plan is "
                     "made of plain ones: compile the model before it is converted, or use torch.compile"
+                )
+            if tensor.layout is not torch.strided or tensor.is_nested:
+                kind = "nested" if tensor.is_nested else str(tensor.layout)
+                raise CaptureError(
+                    f"{callee.name} ({callee.location}): {name!r} has the layout {kind}; only dense "
+                    "tensors are supported: keep it as a dense one, or compile the modules beside it"
                 )
 
 

@@ -1,8 +1,8 @@
 """The operator that stands for our attention in a graph: `torch_nimble::attention`.
 
 It takes what `scaled_dot_product_attention` does, whether a model computes it in steps, and the config
-of the kernel. Numbers of a query, key or value must lie side by side, as `rows_together` lays them. The
-result lies query by query, as that of libraries mostly does, or head by head.
+of the kernel. Numbers of a query, key or value must lie side by side. The result lies query by query, as
+that of libraries mostly does, or head by head.
 """
 
 from __future__ import annotations
@@ -22,11 +22,6 @@ _SCHEMA = (
     "bool in_steps, bool by_query, str config) -> Tensor"
 )
 library.define(_SCHEMA, tags=(torch.Tag.needs_exact_strides,))  # type: ignore[no-untyped-call]
-
-
-def rows_together(x: Tensor) -> Tensor:
-    """The same with the numbers of every row side by side."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def attention_of(

@@ -129,6 +129,11 @@ class Program:
     allocations: Mapping[str, Allocation] = field(default_factory=dict)
     """Buffers that the program's tasks write into; operators may allocate further ones themselves."""
 
+    def used_sources(self) -> dict[str, Source]:
+        """Sources that are read, if only to fold others, or written."""
+        used = self.constants | self.state | {name for call in self.folding for name in call.refs()}
+        return {name: source for name, source in self.sources.items() if name in used}
+
     def tunables(self) -> dict[str, Tunable]:
         """Kernels that come in several versions, by name."""
         targets: list[Any] = [call.target for calls in self.tasks.values() for call in calls]

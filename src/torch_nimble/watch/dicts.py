@@ -125,7 +125,9 @@ class Tables:
         self._loop = None
         if self._time is None and len(tables) >= MANY and _have_versions():
             made = loops()
-            self._loop = None if made is None else _Loop(made, tables, self._versions)
+            if made is not None:
+                self._loop = _Loop(made, tables, self._versions)
+                self._empty = []  # which have versions of their own there
 
     def _versions_now(self) -> list[int]:
         return list(map(dict_version, self.tables))
@@ -144,9 +146,7 @@ class Tables:
             return False
         time = self._now()
         if time is None or time != self._time:
-            if not (
-                self._versions == self._versions_now() if self._loop is None else self._loop.untouched()
-            ):
+            if not self._have_their_versions():
                 return False
             self._time = time
         return True

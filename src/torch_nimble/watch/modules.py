@@ -120,6 +120,7 @@ class Tripwire:
     """
 
     def __init__(self, modules: ModuleWatch) -> None:
+        self.modules = modules
         inner = [t for m in modules.modules for t in (m._parameters, m._buffers, m._modules)]
         self._contents = modules.contents
         self._tables = Tables([*modules._tables, *modules._hooks, *inner, *self._contents.tables])

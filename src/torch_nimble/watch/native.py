@@ -10,6 +10,7 @@ import ctypes
 import functools
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -44,15 +45,16 @@ def _compiled() -> ctypes.PyDLL:
     """What the compiler made is not needed once it is loaded."""
     if sys.platform != "linux":
         raise RuntimeError(f"this is not tried on {sys.platform}")
-    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, _COMPILERS)), None)
-    if compiler is None:
+    given = shlex.split(os.environ.get("CXX", ""))  # such as `ccache g++`
+    compiler = given or [found for found in map(shutil.which, _COMPILERS) if found][:1]
+    if not compiler:
         raise RuntimeError(f"there is no C++ compiler ({', '.join(_COMPILERS)}, or in CXX)")
     with tempfile.TemporaryDirectory(prefix="torch_nimble-") as folder:
         library = Path(folder) / "loops.so"
-        command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(_SOURCE)]
+        command = [*compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(_SOURCE)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
         if done.returncode:
-            raise RuntimeError(f"{compiler} failed: {first_line(done.stderr)}")
+            raise RuntimeError(f"{compiler[0]} failed: {first_line(done.stderr)}")
         made = ctypes.PyDLL(str(library))
     for function in (made.tensors_as_they_were, made.objects_as_they_were):
         function.restype = ctypes.c_size_t

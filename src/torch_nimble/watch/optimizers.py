@@ -7,6 +7,7 @@ Which memory an optimizer writes is looked up only when somebody asks.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence, Set
@@ -16,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-_MOST_GONE = 16
+_MOST_ASIDE = 16
 _UNKNOWN = -1
 """The address of a tensor that tells none."""
 
@@ -26,35 +27,50 @@ class _Log:
 
     def __init__(self) -> None:
         self.count = 0
+        """Of steps that are noted."""
         self.is_kept = False
+        # An optimizer may be collected in the middle of whatever is done under the lock.
+        self._lock = threading.RLock()
         self._last: dict[int, _Last] = {}
-        self._of_gone: deque[tuple[int, Set[int]]] = deque()
-        """Of those that are no more, what it was then."""
+        self._set_aside: deque[tuple[int, Set[int]]] = deque()
+        """Of those that are no more, or wrote something else since, what it was then."""
         self._unknown = 0
         """The last step of which nobody can say what it wrote."""
 
     def add(self, optimizer: Optimizer) -> None:
         """This one has made a step."""
-        self.count += 1
-        key, known = id(optimizer), self._last.get(id(optimizer))
-        alive = weakref.ref(optimizer, lambda _: self._forget(key)) if known is None else known.alive
+        key = id(optimizer)
         written = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._last[key] = _Last(self.count, written, alive)
+        with self._lock:
+            known = self._last.get(key)
+            if known is None:
+                alive = weakref.ref(optimizer, lambda _: self._forget(key))
+            else:
+                alive = known.alive
+                if list(map(id, known.written)) != list(map(id, written)):
+                    self._put_aside(known)
+            self._last[key] = _Last(self.count + 1, written, alive)
+            self.count += 1  # whoever sees it finds the step
 
     def _forget(self, key: int) -> None:
         """Memory is told apart by its address as long as whoever asks holds theirs all the time."""
-        gone = self._last.pop(key)
-        self._of_gone.append((gone.number, _memory_of(gone.written)))
-        if len(self._of_gone) > _MOST_GONE:
-            self._unknown = max(self._unknown, self._of_gone.popleft()[0])
+        with self._lock:
+            self._put_aside(self._last.pop(key))
+
+    def _put_aside(self, step: _Last) -> None:
+        self._set_aside.append((step.number, _memory_of(step.written)))
+        if len(self._set_aside) > _MOST_ASIDE:
+            self._unknown = max(self._unknown, self._set_aside.popleft()[0])
 
     def has_written(self, memory: Set[int], since: int) -> bool:
         """Whether a step after that many of all may have written some of this memory."""
-        if self._unknown > since:
-            return True
-        alive = (_memory_of(one.written) for one in list(self._last.values()) if one.number > since)
-        gone = (written for number, written in list(self._of_gone) if number > since)
-        return not all(_are_apart(memory, written) for written in chain(alive, gone))
+        with self._lock:
+            if self._unknown > since:
+                return True
+            steps = list(self._last.values())
+            aside = [written for number, written in self._set_aside if number > since]
+        alive = (_memory_of(step.written) for step in steps if step.number > since)
+        return not all(_are_apart(memory, written) for written in chain(aside, alive))
 
 
 class _Last(NamedTuple):

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_nimble.capture import Source
+from torch_nimble.capture import Callee, Source
+from torch_nimble.lower import Program
 from torch_nimble.watch.dicts import Tables
 from torch_nimble.watch.modules import are_the_same
 from torch_nimble.watch.optimizers import StepsOfOthers
@@ -72,6 +73,13 @@ class Watch:
         self._require_grad = list(map(_REQUIRES_GRAD, self._asked))
         self._looks = self._looks_of(self._tensors)
         self._steps = StepsOfOthers(located)
+
+    @classmethod
+    def of(cls, program: Program, callee: Callee) -> Watch:
+        """Over all that a program of this model reads; made before it is read, it misses nothing."""
+        roots = [*callee.modules.values(), *callee.watched]
+        modules = dict.fromkeys(module for root in roots for module in root.modules())
+        return cls(program.used_sources(), program.state, modules, callee.asked.values())
 
     def _now(self) -> list[Any]:
         now = list(chain.from_iterable(map(dict.values, self._tables)))

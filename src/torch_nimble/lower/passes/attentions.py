@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torch_nimble.kernels.attending import attention, attention_of, rows_together
+from torch_nimble.kernels.attending import attention, attention_of
 from torch_nimble.kernels.heads import Attention
 from torch_nimble.kernels.sites import DTYPES, LIBRARY, MOST_NUMBERS
 from torch_nimble.lower.passes.guard import writes_values
@@ -158,6 +158,11 @@ def use_attention(graph: fx.Graph, chosen: Mapping[str, str]) -> dict[str, int]:
         graph.erase_node(last)
         counts[name] = counts.get(name, 0) + 1
     return counts
+
+
+def rows_together(x: torch.Tensor) -> torch.Tensor:
+    """The same with the numbers of every row side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _put(graph: fx.Graph, found: FoundAttention, config: str) -> fx.Node:
