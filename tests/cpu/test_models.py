@@ -316,6 +316,37 @@ def test_object_with_attributes_as_result() -> None:
         assert_close([result.value, result.parts], [expected.value, expected.parts])
 
 
+class InSlots:
+    """A result with a property, whose tensors are in slots."""
+
+    __slots__ = ("__value", "parts", "unset")
+
+    def __init__(self, value: Tensor) -> None:
+        self.__value, self.parts = value, [value + 1]
+
+    @property
+    def value(self) -> Tensor:
+        return self.__value
+
+
+class InSlotsAndDict(InSlots):
+    def __init__(self, value: Tensor) -> None:
+        super().__init__(value)
+        self.more = value * 2
+
+
+@pytest.mark.parametrize("kind", [InSlots, InSlotsAndDict])
+def test_object_with_slots_as_result(kind: Any) -> None:
+    model = Model(lambda self, x: kind(self.a(x)), a=nn.Linear(4, 4))
+    with nimble.compile(model, (torch.randn(3, 4),)) as fast:
+        x = torch.randn(3, 4)
+        result, expected = fast(x), eager(model, x)
+    assert type(result) is kind
+    assert not hasattr(result, "unset")
+    assert_close([result.value, result.parts], [expected.value, expected.parts])
+    assert_close(getattr(result, "more", None), getattr(expected, "more", None))
+
+
 @pytest.mark.parametrize("make", [collections.deque, lambda items: set(items)], ids=["deque", "set"])
 def test_tensors_in_an_unknown_container_are_right_or_refused(make: Any) -> None:
     model = Model(lambda self, x: make([self.a(x)]), a=nn.Linear(4, 4))
