@@ -41,6 +41,7 @@ from torch_nimble.capture.generators import refusing_frozen_draws
 from torch_nimble.capture.isolation import (
     Assigned,
     Assignments,
+    DataDetached,
     ParametersKnown,
     attributes_kept,
     refusing_counting,
@@ -143,6 +144,7 @@ def capture(adapter: Adapter, tensors: Sequence[torch.Tensor], *, functional: bo
             refusing_frozen_draws(callee),
             refusing_counting(callee),
             _quiet(),
+            DataDetached(),
             attributes_kept(callee.modules.values(), callee.values),
         ):
             program = torch.export.export(adapter, tuple(tensors), strict=False)
