@@ -132,8 +132,6 @@ def explain_failure(callee: Callee, reason: BaseException) -> CaptureError:
 def explain_operator(node: fx.Node, reason: BaseException) -> CaptureError:
     """The error to raise for an operator that torch could not run on tensors without values."""
     place = f"{node.target}{_at(node)}"
-    if "DataDependent" in type(reason).__name__:
-        return CaptureError(f"cannot make tasks of {place}: {_DYNAMIC}")
     return CaptureError(
         f"cannot make tasks of {place}: torch cannot tell what it makes without running it "
         f"({_said(reason)}). Leave that line out of the compiled function, or compile the submodules "

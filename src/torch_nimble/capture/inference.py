@@ -25,6 +25,7 @@ from torch_nimble.capture.aliases import (
     drop_nothing,
     refuse_hidden_statistics,
     refuse_hidden_views,
+    refuse_written_constants,
     writes_only_its_own,
     writes_parts,
 )
@@ -151,6 +152,7 @@ def capture(adapter: Adapter, tensors: Sequence[torch.Tensor], *, functional: bo
             drop_nothing(program.graph)
             graph = program.graph
             refuse_hidden_statistics(callee, graph)
+            refuse_written_constants(callee, program)
             if functional or writes_parts(graph) or not writes_only_its_own(graph):
                 refuse_hidden_views(callee, program.graph)
                 program = program.run_decompositions({})
