@@ -131,6 +131,28 @@ def test_what_torch_cannot_trace_is_told_with_its_line(
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
+class InAutocast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.around = nn.Linear(3, 3), torch.autocast("cpu", torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.around:
+            return self.layer(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("how", ["decorator", "attribute"])
+def test_a_context_of_torchs_may_be_kept_and_entered_in_each_call(how: str) -> None:
+    model: Any = InAutocast().eval()
+    if how == "decorator":
+        model = torch.autocast("cpu", torch.bfloat16)(lambda x, layer=model.layer: layer(x))
+    with torch.no_grad(), nimble.compile(model, (X,), strict=True) as fast:
+        for _ in range(2):
+            assert_close(fast(X), model(X))
+            with torch.autocast("cpu", torch.float16):
+                assert_close(fast(X), model(X))
+
+
 class Cached(nn.Module):
     """Has the tensor that it writes as a buffer and in other places."""
 
