@@ -114,19 +114,37 @@ def looping(x: Tensor) -> Any:
     return while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x * 2), (torch.tensor(0), x))
 
 
+RNN = nn.GRU(3, 2, batch_first=True)
+
+
+def packed(x: Tensor) -> Any:
+    lengths = x.new_ones(1).long()
+    rows = nn.utils.rnn.pack_padded_sequence(x[None], lengths, batch_first=True)
+    return RNN(rows)[1]
+
+
+def indexed(x: Tensor) -> Tensor:
+    place = x.sum().long()
+    y = x.clone()
+    y[:, place] = 0
+    return y
+
+
 @pytest.mark.parametrize(
-    ("function", "x", "match"),
+    ("function", "x", "match", "line"),
     [
-        (sparse, X, r"layout torch\.sparse_coo.*Return x\.to_dense"),
-        (looping, X, "without running it.*compile the submodules around it"),
+        (packed, X, "lengths of a packed sequence are values of tensors.*Give the layer the padded", 3),
+        (indexed, X, r"depends on the value of a tensor.*x\[i\.view\(1\)\] for x\[i\]", 3),
+        (sparse, X, r"layout torch\.sparse_coo.*Return x\.to_dense", 1),
+        (looping, X, "without running it.*compile the submodules around it", 1),
     ],
 )
 def test_what_torch_cannot_trace_is_told_with_its_line(
-    function: Callable[[Tensor], Any], x: Tensor, match: str, capfd: Any, caplog: Any
+    function: Callable[[Tensor], Any], x: Tensor, match: str, line: int, capfd: Any, caplog: Any
 ) -> None:
     with caplog.at_level(logging.ERROR), pytest.raises(nimble.CaptureError, match=match) as caught:
         nimble.compile(function, (x,))
-    assert f"test_refusals.py:{function.__code__.co_firstlineno + 1}" in str(caught.value)
+    assert f"test_refusals.py:{function.__code__.co_firstlineno + line}" in str(caught.value)
     assert "Traceback" not in capfd.readouterr().err
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
