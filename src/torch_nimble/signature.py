@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,8 +155,7 @@ def check_kinds(known: Node, given: Node) -> None:
 
     None is let through, as optional arguments are; what differs otherwise is another signature.
     """
-    pairs = zip(argument_names(given), known.children, given.children, strict=False)
-    for name, was, now in pairs:
+    for name, was, now in _in_both(known, given, argument_names):
         _check_kind(was, now, name)
 
 
@@ -167,5 +166,15 @@ def _check_kind(known: Structure, given: Structure, path: str) -> None:
             "model was prepared; pass a tensor, for example torch.tensor(value)"
         )
     if isinstance(known, Node) and isinstance(given, Node) and known.type is given.type:
-        for label, was, now in zip(child_labels(given), known.children, given.children, strict=False):
+        for label, was, now in _in_both(known, given, child_labels):
             _check_kind(was, now, f"{path}[{label!r}]")
+
+
+def _in_both(
+    known: Node, given: Node, labels: Callable[[Node], Sequence[Any]]
+) -> Iterator[tuple[Any, Structure, Structure]]:
+    """Children that have the same label in both; keywords and keys may come in any order."""
+    was = dict(zip(labels(known), known.children, strict=True))
+    for label, now in zip(labels(given), given.children, strict=True):
+        if label in was:
+            yield label, was[label], now

@@ -67,6 +67,8 @@ class Opaque:
 
     type: type
     names: tuple[str, ...]
+    slots: tuple[str, ...]
+    """Names of those that have no dict to be in; they come last."""
     children: tuple[Structure, ...]
 
 
@@ -243,7 +245,6 @@ def _refuse_more(value: Any, known: Sequence[str], path: str) -> None:
 
 def _take_apart(value: Any, tensors: list[torch.Tensor], path: str) -> Structure:
     before = len(tensors)
-    attributes = getattr(value, "__dict__", None)
     if isinstance(value, _LATER):
         raise CaptureError(
             f"the model's {path} is a {type(value).__name__}, whose code would run after the call, on "
@@ -254,12 +255,25 @@ def _take_apart(value: Any, tensors: list[torch.Tensor], path: str) -> Structure
             f"the model's {path} is a {type(value).__module__}.{type(value).__qualname__}, which may "
             "hold tensors that a plan cannot put there; return tuples, lists, dicts or dataclasses"
         )
-    if not isinstance(attributes, dict) or isinstance(value, type | torch.nn.Module):
+    if isinstance(value, type | torch.nn.Module):
         return Static((type(value), f"{id(value):x}"), value)
-    children = tuple(_flatten(v, tensors, f"{path}.{name}", _OUTPUTS) for name, v in attributes.items())
+    attributes, slots = getattr(value, "__dict__", {}), _slots(value)
+    items = (*attributes.items(), *slots.items())
+    children = tuple(_flatten(v, tensors, f"{path}.{name}", _OUTPUTS) for name, v in items)
     if len(tensors) == before:
         return Static((type(value), f"{id(value):x}"), value)
-    return Opaque(type(value), tuple(attributes), children)
+    return Opaque(type(value), tuple(attributes), tuple(slots), children)
+
+
+def _slots(value: Any) -> dict[str, Any]:
+    """What an object holds in slots of classes written in Python."""
+    kinds = [kind for kind in type(value).__mro__ if "__slots__" in vars(kind)]
+    members = {name: member for kind in kinds for name, member in vars(kind).items()}
+    return {
+        name: getattr(value, name)
+        for name, member in members.items()
+        if isinstance(member, types.MemberDescriptorType) and hasattr(value, name)
+    }
 
 
 _INPUTS = _Side(_refuse, _refuse_unseen)
@@ -276,7 +290,11 @@ def _unflatten(structure: Structure, supply: Iterator[Any]) -> Any:
     made: Any
     if isinstance(structure, Opaque):
         made = object.__new__(kind)
-        made.__dict__.update(zip(structure.names, children, strict=True))
+        count = len(structure.names)
+        if count:
+            made.__dict__.update(zip(structure.names, children[:count], strict=True))
+        for name, child in zip(structure.slots, children[count:], strict=True):
+            object.__setattr__(made, name, child)
         return made
     if issubclass(kind, dict):
         items = dict(zip(structure.keys, children, strict=True))

@@ -86,6 +86,18 @@ def test_number_or_text_where_a_tensor_was(refused: Any, value: Any) -> None:
     refused(nimble.InputError, match, X, value)
 
 
+def test_keywords_and_keys_come_in_any_order() -> None:
+    def forward(x: torch.Tensor, *, scale: float, more: dict[str, Any]) -> torch.Tensor:
+        return x * scale + more["shift"] * more["times"]
+
+    more = {"shift": X, "times": 3}
+    with nimble.compile(forward, (), {"x": X, "scale": 2.0, "more": more}) as fast:
+        other = {"times": 3, "shift": X}
+        assert torch.equal(fast(scale=2.0, more=other, x=X), forward(X, scale=2.0, more=more))
+        with pytest.raises(nimble.InputError, match=r"'more'\['shift'\] is 1 \(int\), but was a tensor"):
+            fast(scale=2.0, more={"times": 3, "shift": 1}, x=X)
+
+
 def test_number_where_the_only_tensor_was_names_argument_zero() -> None:
     with (
         nimble.compile(torch.sin, (torch.randn(3),)) as fast,

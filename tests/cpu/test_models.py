@@ -316,6 +316,37 @@ def test_object_with_attributes_as_result() -> None:
         assert_close([result.value, result.parts], [expected.value, expected.parts])
 
 
+class InSlots:
+    """A result with a property, whose tensors are in slots."""
+
+    __slots__ = ("__value", "parts", "unset")
+
+    def __init__(self, value: Tensor) -> None:
+        self.__value, self.parts = value, [value + 1]
+
+    @property
+    def value(self) -> Tensor:
+        return self.__value
+
+
+class InSlotsAndDict(InSlots):
+    def __init__(self, value: Tensor) -> None:
+        super().__init__(value)
+        self.more = value * 2
+
+
+@pytest.mark.parametrize("kind", [InSlots, InSlotsAndDict])
+def test_object_with_slots_as_result(kind: Any) -> None:
+    model = Model(lambda self, x: kind(self.a(x)), a=nn.Linear(4, 4))
+    with nimble.compile(model, (torch.randn(3, 4),)) as fast:
+        x = torch.randn(3, 4)
+        result, expected = fast(x), eager(model, x)
+    assert type(result) is kind
+    assert not hasattr(result, "unset")
+    assert_close([result.value, result.parts], [expected.value, expected.parts])
+    assert_close(getattr(result, "more", None), getattr(expected, "more", None))
+
+
 @pytest.mark.parametrize("make", [collections.deque, lambda items: set(items)], ids=["deque", "set"])
 def test_tensors_in_an_unknown_container_are_right_or_refused(make: Any) -> None:
     model = Model(lambda self, x: make([self.a(x)]), a=nn.Linear(4, 4))
@@ -771,6 +802,49 @@ def test_complex_numbers() -> None:
     assert_matches_eager(model, lambda: (torch.randn(3, 4, dtype=torch.complex64),))
     real = Model(lambda self, x: torch.view_as_real(torch.fft.rfft(x) * self.c.conj()), c=weight[0].data)
     assert_matches_eager(real, rows(3, 6))
+
+
+def test_spectrogram_and_back() -> None:
+    """istft looks at its window, but what it makes does not hang on that."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        size, phase = self.layer(x).chunk(2, 1)
+        spectrum = torch.polar(size.exp(), phase) + torch.stft(
+            x.sum(1), 16, 4, window=self.w, return_complex=True
+        )
+        return torch.istft(spectrum, 16, 4, window=self.w)
+
+    layer = nn.Conv1d(4, 18, 4, 4, padding=2)
+    model = Model(forward, layer=layer, w=torch.hann_window(16))
+    assert_matches_eager(model, rows(2, 4, 40))
+
+
+def test_error_that_an_operator_raises_for_values_is_eagers() -> None:
+    def there_and_back(x: Tensor, window: Tensor) -> Tensor:
+        spectrum = torch.stft(x, 16, window=window, return_complex=True)
+        return torch.istft(spectrum, 16, window=window)
+
+    with (
+        nimble.compile(there_and_back, (torch.randn(2, 40), torch.hann_window(16))) as fast,
+        pytest.raises(RuntimeError, match="window overlap add min"),
+    ):
+        fast(torch.randn(2, 40), torch.zeros(16))
+
+
+DATA: dict[str, Callable[[Any, Tensor], Any]] = {
+    "an input's": lambda self, x: self.layer(x).masked_fill(x.data.gt(0), 2.0),
+    "an input's as the result": lambda self, x: (x.data, self.layer(x)),
+    "a weight's": lambda self, x: F.linear(x, self.layer.weight.data.abs()),
+    "a buffer's, written": lambda self, x: (self.seen.data.add_(x.sum(0)), self.layer(x) * self.seen),
+    "an input's, written": lambda self, x: (x.data.mul_(2), self.layer(x)),
+    "an activation's, written": lambda self, x: [y := self.layer(x), y.data.clamp_(min=0.0), y + 1],
+}
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_data_of_a_tensor(name: str) -> None:
+    model = Model(DATA[name], layer=nn.Linear(4, 4), seen=torch.zeros(4))
+    assert_matches_eager(model, rows(3, 4))
 
 
 def test_not_a_number_and_infinities_stay_where_they_are() -> None:

@@ -19,7 +19,6 @@ from cpu.helpers import assert_close
 from torch_nimble import schedule
 
 X = torch.linspace(-1, 1, 6).view(2, 3)
-WINDOW = torch.hann_window(16)
 
 
 def reasons(fast: nimble.Engine) -> list[str]:
@@ -107,10 +106,6 @@ def test_an_engine_may_be_called_inside_a_transform_of_something_else() -> None:
 # -------------------------------------------------------------------- errors in words of ours
 
 
-def restored(x: Tensor) -> Tensor:
-    return torch.istft(torch.stft(x, 16, window=WINDOW, return_complex=True), 16, window=WINDOW)
-
-
 def sparse(x: Tensor) -> Tensor:
     return x.to_sparse()
 
@@ -119,22 +114,93 @@ def looping(x: Tensor) -> Any:
     return while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x * 2), (torch.tensor(0), x))
 
 
+RNN = nn.GRU(3, 2, batch_first=True)
+
+
+def packed(x: Tensor) -> Any:
+    lengths = x.new_ones(1).long()
+    rows = nn.utils.rnn.pack_padded_sequence(x[None], lengths, batch_first=True)
+    return RNN(rows)[1]
+
+
+def indexed(x: Tensor) -> Tensor:
+    place = x.sum().long()
+    y = x.clone()
+    y[:, place] = 0
+    return y
+
+
 @pytest.mark.parametrize(
-    ("function", "x", "match"),
+    ("function", "x", "match", "line"),
     [
-        (restored, torch.randn(64), "values of a tensor.*Keep the value in a tensor"),
-        (sparse, X, r"layout torch\.sparse_coo.*Return x\.to_dense"),
-        (looping, X, "without running it.*compile the submodules around it"),
+        (packed, X, "lengths of a packed sequence are values of tensors.*Give the layer the padded", 3),
+        (indexed, X, r"depends on the value of a tensor.*x\[i\.view\(1\)\] for x\[i\]", 3),
+        (sparse, X, r"layout torch\.sparse_coo.*Return x\.to_dense", 1),
+        (looping, X, "without running it.*compile the submodules around it", 1),
     ],
 )
 def test_what_torch_cannot_trace_is_told_with_its_line(
-    function: Callable[[Tensor], Any], x: Tensor, match: str, capfd: Any, caplog: Any
+    function: Callable[[Tensor], Any], x: Tensor, match: str, line: int, capfd: Any, caplog: Any
 ) -> None:
     with caplog.at_level(logging.ERROR), pytest.raises(nimble.CaptureError, match=match) as caught:
         nimble.compile(function, (x,))
-    assert f"test_refusals.py:{function.__code__.co_firstlineno + 1}" in str(caught.value)
+    assert f"test_refusals.py:{function.__code__.co_firstlineno + line}" in str(caught.value)
     assert "Traceback" not in capfd.readouterr().err
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+class InAutocast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.around = nn.Linear(3, 3), torch.autocast("cpu", torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.around:
+            return self.layer(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("how", ["decorator", "attribute"])
+def test_a_context_of_torchs_may_be_kept_and_entered_in_each_call(how: str) -> None:
+    model: Any = InAutocast().eval()
+    if how == "decorator":
+        model = torch.autocast("cpu", torch.bfloat16)(lambda x, layer=model.layer: layer(x))
+    with torch.no_grad(), nimble.compile(model, (X,), strict=True) as fast:
+        for _ in range(2):
+            assert_close(fast(X), model(X))
+            with torch.autocast("cpu", torch.float16):
+                assert_close(fast(X), model(X))
+
+
+class Cached(nn.Module):
+    """Has the tensor that it writes as a buffer and in other places."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.plain = torch.zeros(3)
+        self.register_buffer("seen", torch.zeros(3))
+        self.where, self.layers = where, [{"seen": self.seen, "other": torch.zeros(3)}]
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = {**vars(self), **self.layers[0]} if self.where != "buffer" else {"buffer": self.seen}
+        kept = places[self.where][:2]
+        kept += x[0, :2]  # the line that writes
+        return x + places[self.where]
+
+
+@pytest.mark.parametrize("where", ["plain", "seen", "other"])
+def test_a_write_to_what_is_no_buffer_is_told_with_its_line(where: str) -> None:
+    match = r"test_refusals\.py:\d+ in forward.*shape \(3,\) that is kept elsewhere.*register_buffer"
+    with pytest.raises(nimble.CaptureError, match=match) as caught:
+        nimble.compile(Cached(where), (X,))
+    line = Cached.forward.__code__.co_firstlineno + 3
+    assert f"test_refusals.py:{line} in" in str(caught.value)
+
+
+def test_the_same_write_by_the_buffers_name_is_taken() -> None:
+    model, twin = Cached("buffer"), Cached("buffer")
+    with nimble.compile(model, (X,)) as fast:
+        for k in range(3):
+            assert_close(fast(X + k), twin(X + k))
 
 
 def test_a_failure_on_fake_tensors_prints_no_stack_trace(caplog: Any) -> None:

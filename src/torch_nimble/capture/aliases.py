@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.export.graph_signature import InputKind
 
 from torch_nimble.capture.callee import Callee
 from torch_nimble.capture.failure import origin
@@ -80,6 +81,28 @@ def refuse_hidden_statistics(callee: Callee, graph: fx.Graph) -> None:
                 "without saying so. Call eval() on the norms, or give them none "
                 "(track_running_stats=False)"
             )
+
+
+def refuse_written_constants(callee: Callee, program: torch.export.ExportedProgram) -> None:
+    """CaptureError if something is written that the trace has met outside of buffers and inputs.
+
+    Whose it is nobody knows: a buffer, too, is found in a list or an object as a tensor of no name.
+    """
+    specs = program.graph_signature.input_specs
+    constants = {spec.arg.name for spec in specs if spec.kind is InputKind.CONSTANT_TENSOR}
+    known = _Aliases(program.graph)
+    for node in program.graph.nodes:
+        for written in _written_by(node):
+            root = known.root(written)
+            if root.name in constants:
+                line = origin(node) or callee.location
+                raise CaptureError(
+                    f"cannot capture {callee.name}: at {line}: {node.target} writes a tensor of shape "
+                    f"{tuple(root.meta['val'].shape)} that is kept elsewhere than in a buffer, or is "
+                    "reached by another way than the buffer's name, such as a list or an object. Use "
+                    "register_buffer and write to that attribute of the module, or pass the tensor with "
+                    "the inputs, or use torch.compile(backend='nimble')"
+                )
 
 
 def refuse_hidden_views(callee: Callee, graph: fx.Graph) -> None:

@@ -51,6 +51,12 @@ _KNOWN = (
         "batch norm with momentum=None makes a number of the batches it has counted. Give it a momentum",
     ),
     (
+        "nn/modules/rnn.py",
+        "forward",
+        "the lengths of a packed sequence are values of tensors, and shapes would depend on them. Give "
+        "the layer the padded batch, and take the last step of each row by an index or a mask",
+    ),
+    (
         "_higher_order_ops/effects.py",
         "handle_effects",
         "torch.linalg looks whether the matrices are valid. Take the function that does not look: "
@@ -60,8 +66,8 @@ _KNOWN = (
 """Frames of torch's own, by file and function, with what to do if they cannot be traced."""
 _BRANCH = (
     "its control flow or a shape depends on the value of a tensor, so it has no static graph. "
-    "Use torch.where or torch.cond, move that line out of the compiled function, or compile the "
-    "submodules before and after it"
+    "Use torch.where or torch.cond, an index of one dimension for a scalar (x[i.view(1)] for x[i]), "
+    "move that line out of the compiled function, or compile the submodules before and after it"
 )
 _LENGTHS = (
     "it uses an operator whose results have shapes that depend on values, so it has no static graph. "
@@ -132,8 +138,6 @@ def explain_failure(callee: Callee, reason: BaseException) -> CaptureError:
 def explain_operator(node: fx.Node, reason: BaseException) -> CaptureError:
     """The error to raise for an operator that torch could not run on tensors without values."""
     place = f"{node.target}{_at(node)}"
-    if "DataDependent" in type(reason).__name__:
-        return CaptureError(f"cannot make tasks of {place}: {_DYNAMIC}")
     return CaptureError(
         f"cannot make tasks of {place}: torch cannot tell what it makes without running it "
         f"({_said(reason)}). Leave that line out of the compiled function, or compile the submodules "
@@ -205,7 +209,8 @@ def _is_of_values(reason: BaseException) -> bool:
     """Whether it failed because values are not known yet."""
     kinds = ("DataDependent", "NumberError", "UnseenError")
     return any(
-        any(kind in type(one).__name__ for kind in kinds) or "Could not find a token" in str(one)
+        any(kind in type(one).__name__ for kind in kinds)
+        or any(said in str(one) for said in ("Could not find a token", "but got FakeTensor"))
         for one in _causes(reason)
     )
 

@@ -25,6 +25,7 @@ from torch_nimble.capture.aliases import (
     drop_nothing,
     refuse_hidden_statistics,
     refuse_hidden_views,
+    refuse_written_constants,
     writes_only_its_own,
     writes_parts,
 )
@@ -41,6 +42,7 @@ from torch_nimble.capture.generators import refusing_frozen_draws
 from torch_nimble.capture.isolation import (
     Assigned,
     Assignments,
+    DataDetached,
     ParametersKnown,
     attributes_kept,
     refusing_counting,
@@ -143,12 +145,14 @@ def capture(adapter: Adapter, tensors: Sequence[torch.Tensor], *, functional: bo
             refusing_frozen_draws(callee),
             refusing_counting(callee),
             _quiet(),
+            DataDetached(),
             attributes_kept(callee.modules.values(), callee.values),
         ):
             program = torch.export.export(adapter, tuple(tensors), strict=False)
             drop_nothing(program.graph)
             graph = program.graph
             refuse_hidden_statistics(callee, graph)
+            refuse_written_constants(callee, program)
             if functional or writes_parts(graph) or not writes_only_its_own(graph):
                 refuse_hidden_views(callee, program.graph)
                 program = program.run_decompositions({})

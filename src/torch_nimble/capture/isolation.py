@@ -29,6 +29,7 @@ IN_PLACE = re.compile(
 )
 """Names of functions that write their first argument."""
 _REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__get__
+_GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _CALLS_FORWARD = nn.Module._call_impl.__code__
 _SMALL = 1 << 20
@@ -274,6 +275,22 @@ class ParametersUnwritten(_Unwritten):
         """Whichever view of a parameter it is."""
         if _storage(tensor) in self._memory:
             raise CaptureError(f"{name} writes a parameter")
+
+
+class DataDetached(TorchFunctionMode):
+    """Lets code that is traced take `x.detach()` for `x.data`, which torch.export does not follow.
+
+    They differ in what autograd notices, and there is none.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return args[0].detach() if func == _GET_DATA else func(*args, **(kwargs or {}))
 
 
 class WrittenError(RuntimeError):

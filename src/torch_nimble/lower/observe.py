@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from torch_nimble.capture import Captured
+from torch_nimble.capture.aliases import MAY_BE_VIEWS
 from torch_nimble.capture.failure import explain_operator, torch_says_nothing
 from torch_nimble.regions import Region
 from torch_nimble.taskgraph import Buffer, BufferKind
@@ -67,7 +68,11 @@ def observe(
                 try:
                     fakes[node] = node.target(*args, **kwargs)
                 except Exception as reason:
-                    raise explain_operator(node, reason) from reason
+                    if not (
+                        isinstance(reason, DataDependentOutputException) and _made_when_captured(node)
+                    ):
+                        raise explain_operator(node, reason) from reason
+                    fakes[node] = _of_its_own(node.meta["val"])
                 if key is not None and _is_new(fakes[node], args):
                     seen[key] = fakes[node]
                 if copy and len(node.all_input_nodes) > 1 and not mutated_arguments(node):
@@ -106,6 +111,21 @@ def _is_new(value: Any, args: Sequence[Any]) -> bool:
         and value.storage_offset() == 0
         and value.untyped_storage().nbytes() == nbytes(value)
         and storage_of(value) not in {storage_of(tensor) for tensor in tensors_in(args)}
+    )
+
+
+def _made_when_captured(node: fx.Node) -> bool:
+    """Whether the capture knows what an operator makes, which is new and does not hang on values.
+
+    istft only looks whether its window is valid, which torch.export leaves for the call.
+    """
+    schema = getattr(node.target, "_schema", None)
+    return (
+        isinstance(node.meta.get("val"), torch.Tensor)
+        and schema is not None
+        and not schema.is_mutable
+        and all(result.alias_info is None for result in schema.returns)
+        and node.target not in MAY_BE_VIEWS
     )
 
 

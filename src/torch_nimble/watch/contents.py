@@ -7,6 +7,7 @@ what they hold. Other objects are only known by which they are, and large contai
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import itertools
@@ -196,7 +197,7 @@ class Contents:
             return
         container = value
         if not isinstance(value, list | dict | set | tuple | deque):
-            if not _is_record(value, depth):
+            if _is_context(value) or not _is_record(value, depth):
                 return
             table = getattr(value, "__dict__", None)
             container = table if isinstance(table, dict) else Slots(value)
@@ -225,7 +226,7 @@ def _is_record(value: Any, depth: int) -> bool:
 
 
 def _is_data(value: Any, depth: int) -> bool:
-    if is_value(value) or isinstance(value, (torch.Tensor, *_CODE)):
+    if is_value(value) or isinstance(value, (torch.Tensor, *_CODE)) or _is_context(value):
         return True
     if depth == 0 or isinstance(value, _OPAQUE):
         return False
@@ -234,6 +235,12 @@ def _is_data(value: Any, depth: int) -> bool:
     if isinstance(value, dict):
         return len(value) > _MOST or all(_is_data(item, depth - 1) for item in value.values())
     return _is_record(value, depth)
+
+
+def _is_context(value: Any) -> bool:
+    """Whether it is a context of torch's, such as autocast: it keeps what was before it was entered."""
+    is_context = isinstance(value, contextlib.AbstractContextManager)
+    return is_context and type(value).__module__.startswith("torch.")
 
 
 def _copy(container: Any) -> Any:
