@@ -87,7 +87,7 @@ def test_parameters_that_an_optimizer_has_no_more_were_written_all_the_same() ->
 
 
 def test_memory_that_cannot_be_known_may_be_any() -> None:
-    sparse = torch.sparse_coo_tensor([[0]], [1.0], (3,), check_invariants=True)
+    sparse = torch.eye(3).to_sparse()
     steps = StepsOfOthers([sparse])
     assert steps.only(), "nobody has made a step"
     optimizer = stepped(OPTIMIZERS["plain"], parameters())
