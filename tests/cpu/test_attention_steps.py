@@ -141,6 +141,10 @@ LEFT: dict[str, Forward] = {
     "a multiple of a mask": steps(lambda scores: torch.add(scores, BIAS, alpha=2)),
     "scaled by a tensor": steps(lambda scores: scores * BIAS[0, 0, 0, 0]),
     "products added to themselves": steps(lambda scores: scores + scores),
+    "hidden in more images than there are": lambda m, x: back(
+        (heads(x[:1]) @ heads(x[:1]).mT).masked_fill(x[:, :1, None, :6] > 1, -math.inf).softmax(-1)
+        @ heads(x[:1])
+    ),
     "other windows": steps(lambda scores: (scores.view(2, 1, 2, 6, 6) + WINDOWS[0]).sum(1)),
     "shares that are changed": steps(settle=lambda shares: shares * 2),
     "one that is rounded on the way": steps(lambda scores: scores.bfloat16().float()),
@@ -177,6 +181,50 @@ def test_what_is_copied_query_by_query_is_made_so() -> None:
     assert by_query(steps()) == [True]
     assert by_query(head_by_head) == [False]
     assert by_query(lambda m, x: (heads(x) @ heads(x).mT).softmax(-1) @ heads(x)) == [False]
+    assert by_query(kept_by_head) == [False]
+    rewritten(kept_by_head)
+
+
+def kept_by_head(m: Any, x: Tensor) -> Tensor:
+    """A copy of what was turned lies as that did."""
+    return in_steps(*parts(x)).transpose(1, 2).clone().transpose(1, 2).view(4, 6, 4)
+
+
+def in_steps(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT).softmax(-1) @ v
+
+
+attend = F.scaled_dot_product_attention
+
+
+@pytest.mark.parametrize("first", [attend, in_steps])
+@pytest.mark.parametrize("second", [attend, in_steps])
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda q, k, v, made: (made, k, v),
+        lambda q, k, v, made: (q * 2, made, v),
+        lambda q, k, v, made: (q * 2, k, made),
+        lambda q, k, v, made: (made * 2, made, made),
+    ],
+    ids=["queries", "keys", "values", "all"],
+)
+def test_attention_may_read_what_attention_gives(first: Any, second: Any, given: Any) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        q, k, v = parts(x)
+        return back(second(*given(q, k, v, first(q, k, v))))
+
+    graph, sites = rewritten(forward)
+    assert len(sites) == ours_in(graph) == 2
+
+
+def test_a_mask_may_be_what_attention_gives() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        q, k, v = (part.view(2, 1, 6, 8)[..., :6] for part in (x, x * 2, x + 1))
+        return ((q @ k.mT) + in_steps(k, q, v)).softmax(-1) @ v
+
+    graph, sites = rewritten(forward)
+    assert len(sites) == ours_in(graph) == 2
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_whoever_asks_while_a_step_is_noted_learns_of_it_afterwards() -> None:
 
 
 def test_memory_that_cannot_be_known_may_be_any() -> None:
-    sparse = torch.sparse_coo_tensor([[0]], [1.0], (3,), check_invariants=True)
+    sparse = torch.eye(3).to_sparse()
     steps = StepsOfOthers([sparse])
     assert steps.only(), "nobody has made a step"
     optimizer = stepped(OPTIMIZERS["plain"], parameters())

@@ -147,12 +147,13 @@ def _reach(tensor: torch.Tensor) -> int:
 def use_attention(graph: fx.Graph, chosen: Mapping[str, str]) -> dict[str, int]:
     """Put our operator where a config was chosen, by the text of the site; how often for each."""
     counts: dict[str, int] = {}
+    instead: dict[fx.Node, fx.Node] = {}  # one may attend to what another gives
     for found in find_attentions(graph):
         name, last = str(found.site), found.last
         if chosen.get(name, LIBRARY) == LIBRARY:
             continue
         with graph.inserting_before(last):
-            made = _put(graph, found, chosen[name])
+            made = instead[last] = _put(graph, found, chosen[name], instead)
         made.meta = dict(last.meta)
         last.replace_all_uses_with(made)
         graph.erase_node(last)
@@ -165,14 +166,18 @@ def rows_together(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _put(graph: fx.Graph, found: FoundAttention, config: str) -> fx.Node:
-    queries, keys, values = found.rows
+def _put(
+    graph: fx.Graph, found: FoundAttention, config: str, instead: Mapping[fx.Node, fx.Node]
+) -> fx.Node:
+    queries, keys, values = (instead.get(one, one) for one in found.rows)
     if found.across:
         keys = graph.call_function(_aten.transpose.int, (keys, -2, -1))
     rows = [graph.call_function(rows_together, (one,)) for one in (queries, keys, values)]
     mask: fx.Node | None = None
     for term in found.terms:
-        one = graph.call_function(of_windows, (term.node, term.windows)) if term.windows else term.node
+        one = instead.get(term.node, term.node)
+        if term.windows:
+            one = graph.call_function(of_windows, (one, term.windows))
         mask = one if mask is None else graph.call_function(_aten.add.Tensor, (mask, one))
     if found.hidden is not None:
         mask = graph.call_function(_aten.logical_not.default, (found.hidden,))

@@ -93,12 +93,17 @@ def steps_at(last: fx.Node) -> Steps | None:
 def lies_by_query(last: fx.Node) -> bool:
     """Whether whatever reads the result of attention in steps copies it query by query.
 
-    Then it may as well be made so.
+    Then it may as well be made so. What keeps the order that it lies in is no such copy.
     """
     return bool(last.users) and all(
-        _permutes(user, (0, 2, 1, 3)) and user.users and all(one.target in _COPIES for one in user.users)
+        _permutes(user, (0, 2, 1, 3)) and user.users and all(map(_copies, user.users))
         for user in last.users
     )
+
+
+def _copies(node: fx.Node) -> bool:
+    made = node.meta.get("val")  # not of what brings rows to a kernel of ours, which takes any
+    return node.target in _COPIES and (made is None or made.is_contiguous())
 
 
 def of_windows(mask: torch.Tensor, windows: tuple[int, ...]) -> torch.Tensor:
@@ -175,7 +180,8 @@ def _hiding(node: fx.Node) -> _Scores | None:
     source, hidden, number = _args(node)
     found = _scores(source)
     is_bool = isinstance(hidden, fx.Node) and _value(hidden).dtype == torch.bool
-    if found is None or found.terms or found.hidden or number != -math.inf or not is_bool:
+    is_larger = _value(node).shape != _value(source).shape
+    if found is None or found.terms or found.hidden or number != -math.inf or not is_bool or is_larger:
         return None
     return replace(found, hidden=hidden)
 
