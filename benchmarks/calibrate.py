@@ -7,11 +7,10 @@ by name, are fitted to, each in all its dtypes; of the two halves the one that h
 nothing else says what linear layers and attention take. How good a fit to the other half would have been
 is told, too, so that nobody has to believe that the half was not picked for its result. All other
 networks of the record, those of the other files in that folder, too, say how good that is: what one
-stream and the chosen plan would take
-against what their replays took, and whether each pair of candidates is in the order in which they
-were when they were raced, if nobody else used the GPU then; two that would take the same time are
-half right. Writes NAME.json into src/torch_nimble/estimate. Needs no GPU, and some minutes: every
-network is captured.
+stream and the chosen plan would take against what their replays took, and whether each pair of
+candidates is in the order in which they were when they were raced, if nobody else used the GPU then;
+two that would take the same time are half right. Writes NAME.json into src/torch_nimble/estimate. Needs
+no GPU, and some minutes: every network is captured.
 """
 
 from __future__ import annotations

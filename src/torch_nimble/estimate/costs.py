@@ -76,7 +76,7 @@ class Gpu:
     fills: float
     """How many results at a time take all of it."""
     said: Mapping[str, Any]
-    """Which networks the numbers were fitted to, the errors on others, and both if halves are exchanged."""
+    """Which networks the numbers were fitted to, the errors on others, and both for other halves."""
 
     def account(self) -> str:
         """How far off the numbers are, in a sentence."""
@@ -87,8 +87,8 @@ class Gpu:
         return (
             f"times are those of a cost model of {self.name}; on {len(others['networks'])} networks "
             f"that it was not fitted to, it is off by {others['chosen_median']:.0%} in the "
-            f"median ({exchanged['chosen_median']:.0%} when fitted to the other half) and by {worst:.0%} "
-            "at worst"
+            f"median ({exchanged['chosen_median']:.0%} when fitted to the other half) "
+            f"and by {worst:.0%} at worst"
         )
 
     def to_dict(self) -> dict[str, Any]:
