@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import torch_nimble as nimble
-from cpu.helpers import assert_close, assert_equal, eager, randomise_batch_norm
+from cpu.helpers import assert_close, assert_equal, eager, needs_versions, randomise_batch_norm
 from torch_nimble.backend import _fastest
 from torch_nimble.capture import Adapter, Callee, capture
 from torch_nimble.devices import RefusedError
@@ -791,6 +791,7 @@ def quick_call_of(fast: Engine) -> QuickCall:
     return quick
 
 
+@needs_versions
 def test_the_short_way_of_a_call_is_taken_for_calls_like_the_one_before_and_no_others(
     small: nn.Sequential,
 ) -> None:
@@ -835,6 +836,7 @@ def test_the_short_way_of_a_call_is_taken_for_calls_like_the_one_before_and_no_o
     assert not is_taken(x)  # closed
 
 
+@needs_versions
 def test_calls_of_several_kinds_take_the_short_way_in_any_order(small: nn.Sequential) -> None:
     xs = [torch.randn(rows, 4) for rows in (1, 2)]
     with nimble.compile(small, batch_sizes=[1, 2]) as fast:

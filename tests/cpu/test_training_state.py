@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import torch_nimble as nimble
-from cpu.helpers import Call, assert_close, assert_equal, run_script, snapshot
+from cpu.helpers import Call, assert_close, assert_equal, needs_versions, run_script, snapshot
 from cpu.training_parts import (
     BATCH_NORM,
     Heads,
@@ -574,6 +574,7 @@ def test_a_learning_rate_that_changes_at_each_step_makes_nothing_anew(
 # ------------------------------------------------------------ steps like the one before
 
 
+@needs_versions
 def test_steps_like_the_one_before_need_no_signature(monkeypatch: pytest.MonkeyPatch) -> None:
     twins = Twins(mlp(torch.float32), momentum)
     asked: list[Any] = []
@@ -625,6 +626,7 @@ def half_steps(twins: Twins, given: list[Any]) -> None:
         twins.eager_optimizer.step()
 
 
+@needs_versions
 @pytest.mark.parametrize("change", ["mode", "module"])
 def test_all_batches_of_a_step_are_for_the_model_as_it_is_now(
     change: str, monkeypatch: pytest.MonkeyPatch
