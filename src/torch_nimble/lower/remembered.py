@@ -40,7 +40,7 @@ def fingerprint(
         *(f"{tuple(t.shape)} {t.stride()} {t.dtype} {t.device}" for t in examples),
         json.dumps({name: repr(value) for name, value in settings.items()}, sort_keys=True),
         *surroundings(),
-        _own_code(),
+        own_code(),
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
@@ -120,9 +120,10 @@ def _version_of(package: str) -> str:
 
 
 @functools.cache
-def _own_code() -> str:
-    """Of the rewrites that a graph may still contain calls of."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
-        digest.update(path.read_bytes())
+def own_code() -> str:
+    """Of the rewrites and operators that a graph may still contain calls of."""
+    lower, digest = Path(__file__).parent, hashlib.sha256()
+    for folder in (lower, lower.with_name("kernels")):
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(path.read_bytes())
     return digest.hexdigest()

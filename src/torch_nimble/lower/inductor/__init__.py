@@ -51,7 +51,7 @@ from torch_nimble.lower.observe import tensors_in
 from torch_nimble.lower.passes import layers, run_passes, select, together
 from torch_nimble.lower.passes.attentions import find_attentions
 from torch_nimble.lower.program import InputSlot, Output, Program, Ref
-from torch_nimble.lower.remembered import fingerprint, recall, remember
+from torch_nimble.lower.remembered import fingerprint, own_code, recall, remember
 from torch_nimble.lower.trace import Recording
 from torch_nimble.taskgraph import BufferKind, Layout, TaskGraph
 
@@ -64,6 +64,7 @@ __all__ = [
     "compile_wrapper",
     "find_layers",
     "in_workers",
+    "introduce_operators",
     "kernel_cache",
     "know_compiler",
     "load_modules",
@@ -268,6 +269,7 @@ def _compile(module: fx.GraphModule, examples: Sequence[torch.Tensor]) -> Any:
         found.append(compile_fx_inner(*args, **kwargs))
         return found[-1]
 
+    introduce_operators(module.graph)
     try:
         compile_fx(module, _examples(examples), inner_compile=inner)
     except Exception as reason:
@@ -277,6 +279,21 @@ def _compile(module: fx.GraphModule, examples: Sequence[torch.Tensor]) -> Any:
     if len(found) != 1 or not hasattr(found[0], "cache_key"):
         raise LoweringError(f"Inductor made {len(found)} programs of the graph, or one without work")
     return found[0]
+
+
+def introduce_operators(graph: fx.Graph) -> None:
+    """Tell Inductor of our operators before it goes through a graph that calls them.
+
+    By itself it learns of an operator at its first call in a process. What it has gone through until
+    then was not kept to be read by one: a mask that layers share was computed once for each of the first
+    ones, and what came of a graph depended on what had been compiled before.
+    """
+    from torch._inductor import lowering
+
+    for target in dict.fromkeys(node.target for node in graph.nodes):
+        if getattr(target, "namespace", "") == "torch_nimble" and target not in lowering.lowerings:
+            constraint = lowering.tag_to_layout_constraint(torch.Tag.needs_exact_strides)
+            lowering.make_fallback(target, layout_constraint=constraint)  # type: ignore[no-untyped-call]
 
 
 def compile_with(
@@ -367,6 +384,7 @@ def _settings(graph: fx.Graph, layout: Layout) -> Iterator[dict[str, Any]]:
     Nothing is told where a graph must not be remembered: caches are off, or passes of the user's run.
     """
     import torch._functorch.config as functorch_config
+    import torch.compiler.config as compiler_config
     from torch._dynamo.convert_frame import compile_lock
     from torch._inductor import config
 
@@ -380,11 +398,14 @@ def _settings(graph: fx.Graph, layout: Layout) -> Iterator[dict[str, Any]]:
         # Inductor's own random numbers differ from eager's.
         **({"fallback_random": True} if random else {}),
     }
+    # What our operators give is not in a graph's text, by which Inductor finds it in its cache.
+    tag = " ".join(filter(None, [compiler_config.cache_key_tag, "torch_nimble", own_code()]))
     # Settings are process-wide in torch 2.11: a torch.compile in another thread waits meanwhile. A hit
     # in the cache of AOTAutograd would go past the inner compiler.
     with (
         compile_lock,
         config.patch(chosen),
+        compiler_config.patch(cache_key_tag=tag),  # type: ignore[attr-defined]
         functorch_config.patch(_NO_AUTOGRAD_CACHE),
         warnings.catch_warnings(),
     ):
