@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+
+from torch_nimble.modes import FunctionMode
 
 log = logging.getLogger("torch_nimble")
 
@@ -25,20 +26,13 @@ _MOST_ELEMENTS = 2**31
 _by_torch = torch.ops.aten._conv_depthwise2d.default
 
 
-class DepthwiseByTorch(TorchFunctionMode):
+class DepthwiseByTorch(FunctionMode):
     """Lets torch's kernels do the depthwise convolutions of the code inside that cuDNN would do.
 
     What they cannot do, and what is wrong, is left to torch.conv2d as it is.
     """
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        named = kwargs or {}
+    def called(self, func: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]) -> Any:
         if func is torch.conv2d and _cudnn_is_used():
             try:
                 made = _convolved(*args, **named)

@@ -6,12 +6,13 @@ padding. No trace shows that, and a batch without padding does not either.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from torch_nimble.modes import OperatorMode
 
 
 def has_fast_paths(roots: Iterable[nn.Module]) -> bool:
@@ -20,20 +21,14 @@ def has_fast_paths(roots: Iterable[nn.Module]) -> bool:
     return any(isinstance(module, kinds) for root in roots for module in root.modules())
 
 
-class PaddingSkipped(TorchDispatchMode):
+class PaddingSkipped(OperatorMode):  # type: ignore[no-untyped-call]
     """Notes whether what a mask hides is left out; operators run as they do without anybody looking."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.found = False
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def called(self, func: Any, args: Sequence[Any], named: dict[str, Any]) -> Any:
         if func is torch.ops.aten._nested_tensor_from_mask.default:
             self.found = True
-        return func(*args, **(kwargs or {}))
+        return func(*args, **named)

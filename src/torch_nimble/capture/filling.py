@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
+
+from torch_nimble.modes import TracingMode
 
 _aten = torch.ops.aten
 _FILLING: dict[Any, tuple[float, ...]] = {
@@ -27,29 +29,17 @@ _FILLING: dict[Any, tuple[float, ...]] = {
 """Operators that fill their first argument, with arguments to try them with."""
 
 
-class FillsAsItLies(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class FillsAsItLies(TracingMode):  # type: ignore[no-untyped-call]
     """Lets operators fill tensors on a CPU by a view that lies in the order of its dimensions."""
 
-    supports_higher_order_operators = True
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Dynamo, which torch.cond uses, would never again look into code that it meets in another."""
-        return True
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def called(self, func: Any, args: Sequence[Any], named: dict[str, Any]) -> Any:
         if func in _FILLING and args[0].device.type == "cpu" and not args[0].is_contiguous():
             order = _order_in_memory(args[0])
             view = args[0].permute(order)
             if view.is_contiguous() and _goes_by_memory(func):
-                func(view, *args[1:], **(kwargs or {}))
+                func(view, *args[1:], **named)
                 return args[0]
-        return func(*args, **(kwargs or {}))
+        return func(*args, **named)
 
 
 def _order_in_memory(tensor: torch.Tensor) -> list[int]:

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from torch_nimble.capture.callee import Callee
 from torch_nimble.errors import CaptureError
+from torch_nimble.modes import FunctionMode
 from torch_nimble.transforms import unwrapped
 from torch_nimble.watch.contents import COUNTED, Contents, described
 
@@ -195,7 +195,7 @@ class Assignments:
         return f"{self._callee.name} ({self._callee.location})"
 
 
-class ParametersKnown(TorchFunctionMode):
+class ParametersKnown(FunctionMode):
     """CaptureError if the code inside uses a parameter of a module that was not found.
 
     A graph holds only a copy or an alias of such a parameter, and its changes would go unseen.
@@ -208,14 +208,7 @@ class ParametersKnown(TorchFunctionMode):
         self._callee = callee
         self._known = {id(parameter) for parameter in parameters}
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        named = kwargs or {}
+    def called(self, func: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]) -> Any:
         for item in _items_of((*args, *named.values())):
             if isinstance(item, nn.Parameter) and id(item) not in self._known:
                 raise CaptureError(
@@ -234,7 +227,7 @@ def _items_of(values: Iterable[Any]) -> Iterator[Any]:
         yield from value if isinstance(value, list | tuple) else (value,)
 
 
-class _Unwritten(TorchFunctionMode):
+class _Unwritten(FunctionMode):
     """Looks at tensors before code writes them.
 
     Operators are not looked at one by one: under a mode that does so, some run in another way.
@@ -244,14 +237,7 @@ class _Unwritten(TorchFunctionMode):
         """Raise if this function may not write this tensor."""
         raise NotImplementedError
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        named = kwargs or {}
+    def called(self, func: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]) -> Any:
         written = [named.get("out")]
         name = getattr(func, "__name__", "")
         if IN_PLACE.fullmatch(name) or func == _SET_DATA:
@@ -277,20 +263,14 @@ class ParametersUnwritten(_Unwritten):
             raise CaptureError(f"{name} writes a parameter")
 
 
-class DataDetached(TorchFunctionMode):
+class DataDetached(FunctionMode):
     """Lets code that is traced take `x.detach()` for `x.data`, which torch.export does not follow.
 
     They differ in what autograd notices, and there is none.
     """
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        return args[0].detach() if func == _GET_DATA else func(*args, **(kwargs or {}))
+    def called(self, func: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]) -> Any:
+        return args[0].detach() if func == _GET_DATA else func(*args, **named)
 
 
 class WrittenError(RuntimeError):
@@ -318,19 +298,13 @@ class Others(_Unwritten):
         if has_values(tensor):
             raise WrittenError(f"{name} writes a tensor that was there before")
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        for item in _items_of((*args, *(kwargs or {}).values())):
+    def called(self, func: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]) -> Any:
+        for item in _items_of((*args, *named.values())):
             if has_values(item) and id(unwrapped(item)) not in self._known and not _in_a_module():
                 raise UnseenError(f"{getattr(func, '__name__', func)} reads an unknown tensor")
         if func == _SET_DATA and not has_values(args[0]):
             return _fill(*args)
-        return super().__torch_function__(func, types, args, kwargs)
+        return super().called(func, args, named)
 
 
 def _fill(tensor: torch.Tensor, values: torch.Tensor) -> None:

@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from torch_nimble.capture.isolation import IN_PLACE
+from torch_nimble.modes import FunctionMode
 from torch_nimble.transforms import unwrapped
 
 _DECIDE = frozenset(["contiguous", "flatten", "ravel", "reshape", "reshape_as", "to", "type", "type_as"])
 
 
-class WritesByLayout(TorchFunctionMode):
+class WritesByLayout(FunctionMode):
     """Notes whether code writes what may be an input, or a copy of it, by the input's layout."""
 
     def __init__(self, inputs: Iterable[torch.Tensor]) -> None:
@@ -30,14 +30,8 @@ class WritesByLayout(TorchFunctionMode):
         """What an address stands for is not to be freed, and the address used again, before the end."""
         self.found = False
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        named, name = kwargs or {}, getattr(func, "__name__", "")
+    def called(self, func: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]) -> Any:
+        name = getattr(func, "__name__", "")
         written = [*args[:1]] if IN_PLACE.fullmatch(name) or named.get("inplace") is True else []
         out = named.get("out")
         written += out if isinstance(out, list | tuple) else [out]

@@ -12,11 +12,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_nimble.capture.isolation import has_values
+from torch_nimble.modes import FunctionMode, TracingMode
 from torch_nimble.transforms import unwrapped
 
 _aten = torch.ops.aten
@@ -25,7 +24,7 @@ _COPYING = frozenset(["tolist", "numpy", "__array__", "__dlpack__", "tensor"])
 """Functions that read values where no operator shows it."""
 
 
-class StandIns(TorchFunctionMode):
+class StandIns(FunctionMode):
     """Gives functions of torch the stand-in of a tensor, by its id, wherever they are given that."""
 
     def __init__(self, stand_ins: Mapping[int, torch.Tensor]) -> None:
@@ -37,15 +36,9 @@ class StandIns(TorchFunctionMode):
         self.learnable: dict[int, torch.Tensor] = {}
         """Other tensors that are no results, and wanted gradients when they were used, by their ids."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        named = {name: self._in_place_of(value) for name, value in (kwargs or {}).items()}
-        return func(*(self._in_place_of(value) for value in args), **named)
+    def called(self, func: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]) -> Any:
+        others = {name: self._in_place_of(value) for name, value in named.items()}
+        return func(*(self._in_place_of(value) for value in args), **others)
 
     def _in_place_of(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -73,41 +66,28 @@ class NumberError(RuntimeError):
     """Code that is traced makes a number of a tensor whose later values would not be seen."""
 
 
-class _Copies(TorchFunctionMode):
+class _Copies(FunctionMode):
     """NumberError where values of such tensors are read by no operator."""
 
     def __init__(self, is_followed: Callable[[torch.Tensor], bool]) -> None:
         super().__init__()
         self._is_followed = is_followed
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def called(self, func: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
         if name in _COPYING and any(map(self._is_followed, _tensors_in(args[:1]))):
             raise NumberError(f"{name} reads the values of a tensor")
-        return func(*args, **(kwargs or {}))
+        return func(*args, **named)
 
 
-class NumbersRefused(TorchDispatchMode):
+class NumbersRefused(TracingMode):
     """NumberError where code makes a number of tensors with these ids, or of what it made of those.
 
     What a module does with other tensors is part of what is frozen with it.
     """
 
-    supports_higher_order_operators = True
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Dynamo, which torch.cond uses, would never again look into code that it meets in another."""
-        return True
-
     def __init__(self, followed: Collection[int]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._followed = followed
         self._made: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._copies = _Copies(self._is_followed)
@@ -125,10 +105,7 @@ class NumbersRefused(TorchDispatchMode):
         super().__exit__(*reason)  # type: ignore[no-untyped-call]
         self._copies.__exit__(*reason)  # type: ignore[no-untyped-call]
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        named = kwargs or {}
+    def called(self, func: Any, args: Sequence[Any], named: dict[str, Any]) -> Any:
         is_followed = any(map(self._is_followed, _tensors_in((*args, *named.values()))))
         if is_followed and func in _TO_NUMBERS:
             raise NumberError(f"{func} makes a number of a tensor")

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_nimble.errors import LoweringError
 from torch_nimble.lower.observe import (
@@ -27,6 +26,7 @@ from torch_nimble.lower.observe import (
     written_arguments,
 )
 from torch_nimble.lower.program import GENERATOR, Allocation, Call, Ref
+from torch_nimble.modes import OperatorMode
 from torch_nimble.regions import Region
 from torch_nimble.taskgraph import Buffer, BufferKind, Task
 
@@ -70,14 +70,14 @@ class Recording:
     """A Ref for each tensor that the program returns, other things as they are."""
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Recorder(OperatorMode):  # type: ignore[no-untyped-call]
     """Records what happens while it is entered; `device` is the only one that work may happen on.
 
     `origin` tells at any moment which line of the model it is for.
     """
 
     def __init__(self, device: torch.device, origin: Callable[[], str] = lambda: "") -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._device = device
         self._origin = origin
         self._silent = False
@@ -148,18 +148,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._task(name, kernel.name, reads, writes)
         self._calls[name] = [Call(name, kernel.launch, tuple(map(self._ref, args)), {})]
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        given = list(tensors_in((args, list(kwargs.values()))))
+    def called(self, func: Any, args: Sequence[Any], named: dict[str, Any]) -> Any:
+        given = list(tensors_in((args, list(named.values()))))
         before = [(storage_of(fake), _storage_bytes(fake)) for fake in given]
-        result = func(*args, **kwargs)
+        result = func(*args, **named)
         if before != [(storage_of(fake), _storage_bytes(fake)) for fake in given]:
             raise LoweringError(f"{func} exchanges the memory of a tensor")
         # Asking a fake tensor for its device is an operator too.
         if not self._silent and func.namespace != "prim":
-            self._operator(func, args, kwargs, result)
+            self._operator(func, tuple(args), named, result)
         return result
 
     def _operator(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:

@@ -10,12 +10,13 @@ zero for each class and a standard deviation of about one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
+
+from torch_nimble.modes import FunctionMode
 
 _RANDOM_FILLS = frozenset(
     [
@@ -33,15 +34,8 @@ _RANDOM_FILLS = frozenset(
 _BATCH_NORM_BIAS = 1.0
 
 
-class _SkipRandomFills(TorchFunctionMode):
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        named = kwargs or {}
+class _SkipRandomFills(FunctionMode):
+    def called(self, func: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]) -> Any:
         if func in _RANDOM_FILLS:
             # Zeros rather than what lies in memory: trunc_normal_ draws again until all is in range.
             with torch.no_grad():
@@ -49,7 +43,7 @@ class _SkipRandomFills(TorchFunctionMode):
         return func(*args, **named)
 
 
-def skip_random_fills() -> TorchFunctionMode:
+def skip_random_fills() -> FunctionMode:
     """A context in which modules set to zero what they would fill at random, not constants.
 
     `fill_weights` must follow: it sets everything that was left.
