@@ -230,12 +230,26 @@ def test_a_line_that_is_no_record_is_refused_with_its_number(tmp_path: Path) -> 
         "gossip": json.dumps(good | {"measure": "gossip"}),
         "Expecting": "{",
         "it is list": "[]",
+        "codec can't decode": "\udcff",
+        'its machine is "x", not an object': json.dumps(good | {"machine": "x"}),
+        "its settings is null": json.dumps(good | {"settings": None}),
+        "its systems is ": json.dumps(good | {"systems": [1]}),
+        "it is of fp64 at batch 1; there are fp32, fp16, bf16": json.dumps(good | {"dtype": "fp64"}),
+        "at batch many": json.dumps(good | {"batch": "many"}),
     }
     for reason, text in bad_lines.items():
         file = tmp_path / "bench.jsonl"
-        file.write_text(f"{json.dumps(good)}\n{text}\n")
+        file.write_text(f"{json.dumps(good)}\n{text}\n", errors="surrogateescape")
         with pytest.raises(InputError, match=rf"line 2 of .*{reason}"):
             record.parse(file)
+
+
+@pytest.mark.parametrize("end", ["\u2028", "\x85", "\x0c", "\r\n"])
+def test_only_the_end_of_a_line_ends_it(end: str, tmp_path: Path) -> None:
+    entry = line(error=f"first{end}second")
+    for _ in range(2):
+        record.append(tmp_path / "bench.jsonl", entry)
+    assert record.read(tmp_path) == [entry, entry]
 
 
 def test_a_newer_line_replaces_an_older_one_unless_it_failed() -> None:
@@ -940,9 +954,10 @@ def test_readings_must_be_sentences(tmp_path: Path) -> None:
     file = tmp_path / command.READINGS
     file.write_text('{"resnet50 fp16 1": "Kernels."}')
     assert command.readings_of(tmp_path) == {"resnet50 fp16 1": "Kernels."}
-    file.write_text("[]")
-    with pytest.raises(InputError, match="to sentences"):
-        command.readings_of(tmp_path)
+    for wrong, why in (("[]", "to sentences"), ("{", "is not JSON: .*; correct it")):
+        file.write_text(wrong)
+        with pytest.raises(InputError, match=why):
+            command.readings_of(tmp_path)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
