@@ -9,6 +9,8 @@ import io
 import json
 import logging
 import math
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -416,6 +418,30 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(found) == 18
     same = [e["run"] for e in found if record.identity(e | {"run": 1}) == record.identity(found[2])]
     assert sorted(same) == [1, 1, 2, 3]
+
+
+@pytest.mark.parametrize("ended", [{"error": "stopped"}, {"systems": {"nimble": {"error": "stopped"}}}])
+def test_what_ctrl_c_ended_is_no_result(
+    ended: Json, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measurements of several processes have the error in their systems only."""
+
+    def launch(part: Part, stage: object, stop: threading.Event, *_: object) -> Json:
+        if part.case.target == "resnet50":
+            return {"systems": {"nimble": {}}}
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.wait(20)
+        return ended
+
+    monkeypatch.setattr(runner, "launch", launch)
+    said = io.StringIO()
+    cases = [Case("resnet50"), Case("googlenet")]
+    wanted = runner.Wanted(cases, tmp_path, device="cpu", commit="a")
+    with pytest.raises(KeyboardInterrupt):
+        runner.run(wanted, Console(file=said, width=40))
+    assert [entry["target"] for entry in record.read(tmp_path)] == ["resnet50"]
+    assert "the same command goes on with the rest" in said.getvalue()
+    assert measured(monkeypatch, tmp_path, {}) == ["googlenet"]
 
 
 def test_every_failure_is_told_in_one_line_however_narrow_the_console(
