@@ -179,6 +179,37 @@ def test_a_newer_line_of_another_machine_replaces_nothing() -> None:
     assert "NVIDIA" not in pieces["cpu table"]
 
 
+def test_inputs_of_one_s_own_tell_lines_apart_and_are_in_no_figure_of_the_usual_ones(
+    tmp_path: Path,
+) -> None:
+    """Shapes say the batch themselves, so such lines have batch 1 however large it is."""
+
+    def given(target: str, *shapes: str, ours: float = 500) -> Json:
+        return speed(target, ours, settings={"device": "cuda", "inputs": list(shapes)})
+
+    own = [given("my:net", "1x3"), given("my:net", "8x3", "8", ours=800)]
+    found, tiles = shown(tmp_path, *own, given("resnet50", "32x3x224x224", ours=2500))
+    assert "network | dtype | inputs |" in found["results"]
+    assert "my:net | fp16 | 1x3 |" in found["results"]
+    assert "my:net | fp16 | 8x3, 8 |" in found["results"]
+    assert "resnet50" not in found["results"]
+    assert "resnet50 | fp16 | 32x3x224x224 |" in found["latency"]
+    assert "my:net fp16 1 8x3 8 | reduce-overhead" not in found["slower"]
+    assert "resnet50 fp16 1 32x3x224x224 | reduce-overhead | 800 | 2\u202f500" in found["slower"]
+    assert not (tmp_path / "speedup.svg").exists()
+    assert "<strong>7.91×</strong>" in tiles  # of the two: (10 * 6.25) ** (1 / 2)
+    summary = tables.markdown(own, {})["gpu summary"]
+    assert re.search(r"my:net 1x3 +\| 500 .*\n.*my:net 8x3 8 +\| 800 ", summary)
+
+
+def test_what_ran_on_a_cpu_is_beside_no_free_gpu(tmp_path: Path) -> None:
+    on_cpu = speed(settings={"device": "cpu"}, machine={"device": "AMD EPYC"})
+    found, _ = shown(tmp_path, on_cpu, speed(load=True), speed())
+    assert "resnet50 | fp16 | – | AMD EPYC" in found["latency"]
+    assert "resnet50 | fp16 | busy | NVIDIA H200" in found["latency"]
+    assert "resnet50 | fp16 | free | NVIDIA H200" in found["latency"]
+
+
 # ------------------------------------------------------------ who is faster, and what is wrong
 
 
@@ -204,16 +235,16 @@ def test_one_criterion_decides_who_is_faster(tmp_path: Path) -> None:
     assert "| eager | 1\u202f000 | 1\u202f001 | 1.0 %" in found["slower"]
     assert "| compile |" not in found["slower"]
     assert "1.01× (1.01–1.01) | 0.99× (" in found["results"]
-    assert "<strong>1 of 1</strong><span>results in which some peer" in tiles
+    assert "<strong>1 of 1</strong><span>results of inference on NVIDIA H200 in which some" in tiles
 
 
 def test_means_are_of_plain_results_that_were_accepted(tmp_path: Path) -> None:
     unchecked = speed("darts", 10, check=None)
     others = [speed(ours=10, batch=8), speed(ours=10, load=True), speed("unet", 10, check=rejected())]
     _, tiles = shown(tmp_path, speed(ours=500), unchecked, *others)
-    assert "<strong>10.00×</strong><span>as fast as eager, geometric mean at batch 1" in tiles
-    assert "<strong>3 of 4</strong><span>results accepted as right; 0 by a check" in tiles
-    assert "<strong>0 of 4</strong><span>results in which some peer" in tiles
+    assert "<strong>10.00×</strong><span>as fast as eager on NVIDIA H200, geometric mean at batch 1" in tiles
+    assert "<strong>3 of 4</strong><span>of these accepted as right; 0 by a check" in tiles
+    assert "<strong>0 of 4</strong><span>results of inference on NVIDIA H200 in which some" in tiles
 
 
 @pytest.mark.parametrize("why", ["rejected", "not right"])
@@ -231,7 +262,7 @@ def test_a_wrong_result_of_ours_is_called_wrong_and_takes_part_in_nothing(
     assert "nasnet-a-mobile fp16 1 | speed | ours | 3.0e-01 | its error is" in found["checks"]
     assert "0.10×" not in found["energy"]
     assert "geometric mean" not in tiles
-    assert "<strong>0 of 1</strong><span>results accepted" in tiles
+    assert "<strong>0 of 1</strong><span>of these accepted" in tiles
     assert not (tmp_path / "speedup.svg").exists()
     assert not (tmp_path / "streams.svg").exists()
     assert ", ours" not in (tmp_path / "idle.svg").read_text(encoding="utf-8")
