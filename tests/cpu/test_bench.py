@@ -333,9 +333,9 @@ def test_repeated_runs_are_compared_and_say_whose_code_ran() -> None:
 
     entries = [run(1, "old", 110), run(1, "new", 100), run(2, "new", 104)]
     (found,) = record.disagreement(entries[1:], "nimble", "eager").values()
-    assert found == record.Repeated(pytest.approx(0.04), ("new",))
+    assert found == record.Repeated(pytest.approx(0.04), ("new",), 2)
     (found,) = record.disagreement(entries, "nimble", "eager").values()
-    assert found == record.Repeated(pytest.approx(0.1), ("old", "new"))
+    assert found == record.Repeated(pytest.approx(0.1), ("old", "new"), 3)
     assert record.disagreement(entries[:1], "nimble", "eager") == {}
 
 

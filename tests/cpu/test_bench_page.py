@@ -81,6 +81,7 @@ SAID = {
         "1.50×",
         "1.88×",
         "amoebanet",
+        "we know one figure only",
     ),
     "scheduling": ("5.00× (",),
     "idle": ("91%", "85 %", "7 %"),
@@ -110,7 +111,14 @@ SAID = {
         "vit-b16 fp16 1 | cudagraph | 450 | 500 | 11.1 % | no reading yet",
         "resnet50 fp32 1 cpu | eager",
     ),
-    "agreement": ("nasnet-a-mobile fp16 1", "10.0 %", "further apart", "darts fp16 1", "within 3 %"),
+    "agreement": (
+        "1 of 2 results measured more than once",
+        "nasnet-a-mobile fp16 1",
+        "10.0 %",
+        "further apart",
+        "darts fp16 1",
+        "within 3 %",
+    ),
     "failures": ("bert-base fp16 1 | speed | xla | no <b>jax</b>", "the process | out of memory\nwhile"),
     "settings": ("tf32 | on (19)", "rounds | 3 (19)", "cuda (19)\ncpu (1)"),
 }
@@ -242,7 +250,10 @@ def test_means_are_of_plain_results_that_were_accepted(tmp_path: Path) -> None:
     unchecked = speed("darts", 10, check=None)
     others = [speed(ours=10, batch=8), speed(ours=10, load=True), speed("unet", 10, check=rejected())]
     _, tiles = shown(tmp_path, speed(ours=500), unchecked, *others)
-    assert "<strong>10.00×</strong><span>as fast as eager on NVIDIA H200, geometric mean at batch 1" in tiles
+    assert (
+        "<strong>10.00×</strong><span>as fast as eager on NVIDIA H200, geometric mean at batch 1"
+        in tiles
+    )
     assert "<strong>3 of 4</strong><span>of these accepted as right; 0 by a check" in tiles
     assert "<strong>0 of 4</strong><span>results of inference on NVIDIA H200 in which some" in tiles
 
@@ -415,7 +426,14 @@ def test_the_pieces_of_documentation() -> None:
     assert re.search(r"mobilenet-v2 .* 9.6 .* 19.4", pieces["gpu calls"])
     assert "mobilenet-v2 fp32 32 training" in pieces["gpu slower"]
     agreement = pieces["gpu agreement"].splitlines()
-    assert agreement[0] == "1 of 2 results measured more than once are within 3 % of each other."
+    assert agreement[0] == (
+        "1 of 2 results measured more than once are within 3 % of each other. 2 of them were measured "
+        "twice with the code of one commit."
+    )
+    apart = [speed(ours=500), speed(ours=500, commit="768494f"), speed("darts"), speed("unet")]
+    assert tables.markdown(apart, {})["gpu agreement"].startswith(
+        "1 of 1 results measured more than once are within 3 % of each other. None of them was"
+    )
     assert any("darts fp16 1" in row and "within 3 %" in row for row in agreement)
     rows = [row for text in pieces.values() for row in text.splitlines() if row.startswith("|")]
     assert any("bert-base" in row and "25.0 %" in row and "&lt;larger&gt;" in row for row in rows)

@@ -333,20 +333,8 @@ def failures(entries: Sequence[Json]) -> Grid:
 
 def agreement(entries: Sequence[Json]) -> Grid:
     """How far the ratios of repeated runs are apart, and whether one and the same code made them."""
-    peers = [name for name in (*PEERS, SERIAL) if name in measured(entries)]
-    by_place: dict[tuple[str, str], list[Json]] = {}
-    for entry in entries:
-        by_place.setdefault(place_of(entry), []).append(entry)
-    found: dict[str, dict[str, record.Repeated]] = {}
-    for group in by_place.values():
-        names = {record.key_of(entry): name_of(entry) for entry in group}
-        for peer in peers:
-            whole = [
-                entry for entry in group if compared(entry, OURS, peer) and paired(entry, OURS, peer)
-            ]
-            for key, repeated in record.disagreement(whole, OURS, peer).items():
-                found.setdefault(f"{names[key]} {key[0]}".removesuffix(" speed"), {})[peer] = repeated
-    shown = [peer for peer in peers if any(peer in runs for runs in found.values())]
+    found = _repeats(entries)
+    shown = [peer for peer in (*PEERS, SERIAL) if any(peer in runs for runs in found.values())]
 
     def row(name: str, runs: Mapping[str, record.Repeated]) -> tuple[Cell, ...]:
         worst = max(repeated.apart for repeated in runs.values())
@@ -359,6 +347,37 @@ def agreement(entries: Sequence[Json]) -> Grid:
 
     header = ("result", "commits", *(f"vs {called(peer)}" for peer in shown), "agreement")
     return Grid(header, tuple(row(name, runs) for name, runs in found.items()))
+
+
+def agreed(entries: Sequence[Json]) -> str:
+    """How many of the repeated results agree, and whether any was repeated with the same code."""
+    found = [list(runs.values()) for runs in _repeats(entries).values()]
+    if not found:
+        return ""
+    near = sum(max(one.apart for one in runs) <= AGREE for runs in found)
+    same = sum(any(one.runs > len(one.commits) for one in runs) for runs in found)
+    return (
+        f"{near} of {len(found)} results measured more than once are within {100 * AGREE:.0f} % of each "
+        f"other. {same or 'None'} of them {'were' if same > 1 else 'was'} measured twice with the code "
+        "of one commit."
+    )
+
+
+def _repeats(entries: Sequence[Json]) -> dict[str, dict[str, record.Repeated]]:
+    """What was measured more than once, by name and by what ours was compared with."""
+    by_place: dict[tuple[str, str], list[Json]] = {}
+    for entry in entries:
+        by_place.setdefault(place_of(entry), []).append(entry)
+    found: dict[str, dict[str, record.Repeated]] = {}
+    for group in by_place.values():
+        names = {record.key_of(entry): name_of(entry) for entry in group}
+        for peer in measured(entries, (*PEERS, SERIAL)):
+            whole = [
+                entry for entry in group if compared(entry, OURS, peer) and paired(entry, OURS, peer)
+            ]
+            for key, repeated in record.disagreement(whole, OURS, peer).items():
+                found.setdefault(f"{names[key]} {key[0]}".removesuffix(" speed"), {})[peer] = repeated
+    return found
 
 
 # ------------------------------------------------------------ conditions

@@ -210,6 +210,7 @@ class Repeated:
 
     apart: float
     commits: tuple[str, ...]
+    runs: int
 
 
 def disagreement(entries: Iterable[Json], system: str, than: str) -> dict[Key, Repeated]:
@@ -222,7 +223,7 @@ def disagreement(entries: Iterable[Json], system: str, than: str) -> dict[Key, R
             ratios.setdefault(key_of(entry), []).append(ratio.value)
             commits.setdefault(key_of(entry), {})[str(entry["commit"])] = None
     return {
-        key: Repeated(max(values) / min(values) - 1, tuple(commits[key]))
+        key: Repeated(max(values) / min(values) - 1, tuple(commits[key]), len(values))
         for key, values in ratios.items()
         if len(values) > 1
     }

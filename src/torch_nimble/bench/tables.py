@@ -106,12 +106,8 @@ def _measured(measure: str, entries: Sequence[Json]) -> str:
 
 
 def _agreement(entries: Sequence[Json]) -> str:
-    grid = grids.agreement(entries)
-    if not grid.rows:
-        return ""
-    agreed = sum(row[-1].tone == "good" for row in grid.rows)
-    told = f"{agreed} of {len(grid.rows)} results measured more than once are within"
-    return f"{told} {100 * grids.AGREE:.0f} % of each other.\n\n{as_markdown(grid)}"
+    told = [grids.agreed(entries), as_markdown(grids.agreement(entries))]
+    return "\n\n".join(filter(None, told))
 
 
 def terminal(entries: Iterable[Json]) -> Group:
