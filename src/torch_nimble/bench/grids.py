@@ -41,7 +41,6 @@ from torch_nimble.bench.selection import (
     p50_of,
     paired,
     place_of,
-    quicker_peers,
 )
 from torch_nimble.bench.suites import PAPER_SPEEDUPS, PAPER_STREAMS, PAPER_TRAINING
 from torch_nimble.look import NOTHING, Cell, Grid, number, word
@@ -304,21 +303,6 @@ def wrong(entries: Sequence[Json]) -> Grid:
         if (faults := faults_of(e, system))
     )
     return Grid(("result", "measure", "system", "relative error", "why it is wrong"), rows)
-
-
-def slower(entries: Sequence[Json], readings: Mapping[str, str]) -> Grid:
-    """Every result in which a peer is faster than ours, with what we make of it."""
-    rows = []
-    for entry in entries:
-        for peer in quicker_peers(entry):
-            ratio = compared(entry, OURS, peer)
-            assert ratio is not None
-            theirs, ours = number(p50_of(entry, peer)), number(p50_of(entry, OURS))
-            excess = number(100 * (1 / ratio.value - 1), ".1f", " %", "bad")
-            reading = readings.get(name_of(entry), "no reading yet")
-            rows.append((word(name_of(entry)), word(peer), theirs, ours, excess, word(reading)))
-    header = ("result", "faster peer", "its p50, µs", "ours, µs", "ours slower by", "reading")
-    return Grid(header, tuple(rows))
 
 
 def failures(entries: Sequence[Json]) -> Grid:
