@@ -158,6 +158,8 @@ def test_figures_are_xml_with_a_title_and_every_value_in_words(written: dict[str
         assert labels[root.get("aria-labelledby")]
         assert labels[root.get("aria-describedby")]
         assert "prefers-color-scheme:dark" in text
+        shown = [child.text for child in root.iter("{http://www.w3.org/2000/svg}text")]
+        assert shown[-1] == "NVIDIA H200, torch 2.11.0, triton 3.6.0"
     assert "nasnet-a-mobile: the paper, V100 22.3, cudagraph 5.00" in figures["speedup.svg"]
     for known in ("mobilenet-v2 ×32: the paper, V100 3.61,", "mobilenet-v2 ×64: the paper, V100 3.10,"):
         assert known in figures["training.svg"]
