@@ -53,6 +53,8 @@ WIDTH = 1120
 _LEFT, _RIGHT, _PLOT, _LABELS, _TITLE, _GAP, _NOTE = 50, 14, 230, 36, 36, 14, 18
 _CHARACTER = 6.8
 """Width of a character of the labels, about."""
+_BETWEEN = 8
+"""Between labels side by side, which fonts of some systems make wider."""
 
 
 @dataclass(frozen=True)
@@ -264,7 +266,7 @@ def _in_order(panels: Sequence[Panel]) -> list[Series]:
 
 def _wrapped(name: str, x: float, y: float, room: float) -> str:
     """A label below a group, on two lines where it is long, shortened where even that does not fit."""
-    fits = max(4, int(room / _CHARACTER))
+    fits = max(4, int((room - _BETWEEN) / _CHARACTER))
     pieces = re.findall(r"[^-_.:/ ]*[-_.:/ ]?", name) if len(name) > fits else [name]
     first = ""
     while (
