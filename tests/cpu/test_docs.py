@@ -110,7 +110,8 @@ def test_every_field_of_the_committed_record_is_documented_and_no_other() -> Non
     systems = [notes for line in lines for notes in line["systems"].values()]
     parts = [*lines, *systems, *(line.get("check") or {} for line in lines)]
     assert {field for part in parts for field in part} | {"error"} == listed
-    inner = [part.get(name) or {} for part in parts for name in ("memory", "floor", "loaded")]
+    nested = ("memory", "floor", "loaded", "machine", "versions", "settings")
+    inner = [part.get(name) or {} for part in parts for name in nested]
     rounds = [one for notes in systems for one in notes.get("rounds") or []]
     said = set(re.findall("`(\\w+)`", section))
     assert {field for part in (*inner, *rounds) for field in part} <= said

@@ -47,7 +47,7 @@ def behind(entries: Sequence[Json], readings: Mapping[str, str]) -> Grid:
     Its reading is found by the name of the result and the measure, else by the name.
     """
     rows = tuple(row for entry in entries for row in _rows_of(entry, readings))
-    return Grid(("result", "of", "who needs less", "it", "ours", "ours more by", "reading"), rows)
+    return Grid(("result", "of", "who needs less", "theirs", "ours", "ours more by", "reading"), rows)
 
 
 def _rows_of(entry: Json, readings: Mapping[str, str]) -> Iterator[tuple[Cell, ...]]:
