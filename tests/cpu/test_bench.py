@@ -9,6 +9,8 @@ import io
 import json
 import logging
 import math
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -230,12 +232,26 @@ def test_a_line_that_is_no_record_is_refused_with_its_number(tmp_path: Path) -> 
         "gossip": json.dumps(good | {"measure": "gossip"}),
         "Expecting": "{",
         "it is list": "[]",
+        "codec can't decode": "\udcff",
+        'its machine is "x", not an object': json.dumps(good | {"machine": "x"}),
+        "its settings is null": json.dumps(good | {"settings": None}),
+        "its systems is ": json.dumps(good | {"systems": [1]}),
+        "it is of fp64 at batch 1; there are fp32, fp16, bf16": json.dumps(good | {"dtype": "fp64"}),
+        "at batch many": json.dumps(good | {"batch": "many"}),
     }
     for reason, text in bad_lines.items():
         file = tmp_path / "bench.jsonl"
-        file.write_text(f"{json.dumps(good)}\n{text}\n")
+        file.write_text(f"{json.dumps(good)}\n{text}\n", errors="surrogateescape")
         with pytest.raises(InputError, match=rf"line 2 of .*{reason}"):
             record.parse(file)
+
+
+@pytest.mark.parametrize("end", ["\u2028", "\x85", "\x0c", "\r\n"])
+def test_only_the_end_of_a_line_ends_it(end: str, tmp_path: Path) -> None:
+    entry = line(error=f"first{end}second")
+    for _ in range(2):
+        record.append(tmp_path / "bench.jsonl", entry)
+    assert record.read(tmp_path) == [entry, entry]
 
 
 def test_a_newer_line_replaces_an_older_one_unless_it_failed() -> None:
@@ -317,9 +333,9 @@ def test_repeated_runs_are_compared_and_say_whose_code_ran() -> None:
 
     entries = [run(1, "old", 110), run(1, "new", 100), run(2, "new", 104)]
     (found,) = record.disagreement(entries[1:], "nimble", "eager").values()
-    assert found == record.Repeated(pytest.approx(0.04), ("new",))
+    assert found == record.Repeated(pytest.approx(0.04), ("new",), 2)
     (found,) = record.disagreement(entries, "nimble", "eager").values()
-    assert found == record.Repeated(pytest.approx(0.1), ("old", "new"))
+    assert found == record.Repeated(pytest.approx(0.1), ("old", "new"), 3)
     assert record.disagreement(entries[:1], "nimble", "eager") == {}
 
 
@@ -402,6 +418,30 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(found) == 18
     same = [e["run"] for e in found if record.identity(e | {"run": 1}) == record.identity(found[2])]
     assert sorted(same) == [1, 1, 2, 3]
+
+
+@pytest.mark.parametrize("ended", [{"error": "stopped"}, {"systems": {"nimble": {"error": "stopped"}}}])
+def test_what_ctrl_c_ended_is_no_result(
+    ended: Json, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measurements of several processes have the error in their systems only."""
+
+    def launch(part: Part, stage: object, stop: threading.Event, *_: object) -> Json:
+        if part.case.target == "resnet50":
+            return {"systems": {"nimble": {}}}
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.wait(20)
+        return ended
+
+    monkeypatch.setattr(runner, "launch", launch)
+    said = io.StringIO()
+    cases = [Case("resnet50"), Case("googlenet")]
+    wanted = runner.Wanted(cases, tmp_path, device="cpu", commit="a")
+    with pytest.raises(KeyboardInterrupt):
+        runner.run(wanted, Console(file=said, width=40))
+    assert [entry["target"] for entry in record.read(tmp_path)] == ["resnet50"]
+    assert "the same command goes on with the rest" in said.getvalue()
+    assert measured(monkeypatch, tmp_path, {}) == ["googlenet"]
 
 
 def test_every_failure_is_told_in_one_line_however_narrow_the_console(
@@ -940,9 +980,10 @@ def test_readings_must_be_sentences(tmp_path: Path) -> None:
     file = tmp_path / command.READINGS
     file.write_text('{"resnet50 fp16 1": "Kernels."}')
     assert command.readings_of(tmp_path) == {"resnet50 fp16 1": "Kernels."}
-    file.write_text("[]")
-    with pytest.raises(InputError, match="to sentences"):
-        command.readings_of(tmp_path)
+    for wrong, why in (("[]", "to sentences"), ("{", "is not JSON: .*; correct it")):
+        file.write_text(wrong)
+        with pytest.raises(InputError, match=why):
+            command.readings_of(tmp_path)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

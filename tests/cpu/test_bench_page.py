@@ -81,6 +81,7 @@ SAID = {
         "1.50×",
         "1.88×",
         "amoebanet",
+        "we know one figure only",
     ),
     "scheduling": ("5.00× (",),
     "idle": ("91%", "85 %", "7 %"),
@@ -109,8 +110,16 @@ SAID = {
         "bert-base fp16 1 | reduce-overhead | 400 | 500 | 25.0 % | Its matrix products are <larger>",
         "vit-b16 fp16 1 | cudagraph | 450 | 500 | 11.1 % | no reading yet",
         "resnet50 fp32 1 cpu | eager",
+        "bert-base fp16 1 | p99, µs | reduce-overhead | 480 | 600 | 25.0 % | Its matrix products are",
     ),
-    "agreement": ("nasnet-a-mobile fp16 1", "10.0 %", "further apart", "darts fp16 1", "within 3 %"),
+    "agreement": (
+        "1 of 2 results measured more than once",
+        "nasnet-a-mobile fp16 1",
+        "10.0 %",
+        "further apart",
+        "darts fp16 1",
+        "within 3 %",
+    ),
     "failures": ("bert-base fp16 1 | speed | xla | no <b>jax</b>", "the process | out of memory\nwhile"),
     "settings": ("tf32 | on (19)", "rounds | 3 (19)", "cuda (19)\ncpu (1)"),
 }
@@ -149,6 +158,8 @@ def test_figures_are_xml_with_a_title_and_every_value_in_words(written: dict[str
         assert labels[root.get("aria-labelledby")]
         assert labels[root.get("aria-describedby")]
         assert "prefers-color-scheme:dark" in text
+        shown = [child.text for child in root.iter("{http://www.w3.org/2000/svg}text")]
+        assert shown[-1] == "NVIDIA H200, torch 2.11.0, triton 3.6.0"
     assert "nasnet-a-mobile: the paper, V100 22.3, cudagraph 5.00" in figures["speedup.svg"]
     for known in ("mobilenet-v2 ×32: the paper, V100 3.61,", "mobilenet-v2 ×64: the paper, V100 3.10,"):
         assert known in figures["training.svg"]
@@ -179,6 +190,37 @@ def test_a_newer_line_of_another_machine_replaces_nothing() -> None:
     assert "NVIDIA" not in pieces["cpu table"]
 
 
+def test_inputs_of_one_s_own_tell_lines_apart_and_are_in_no_figure_of_the_usual_ones(
+    tmp_path: Path,
+) -> None:
+    """Shapes say the batch themselves, so such lines have batch 1 however large it is."""
+
+    def given(target: str, *shapes: str, ours: float = 500) -> Json:
+        return speed(target, ours, settings={"device": "cuda", "inputs": list(shapes)})
+
+    own = [given("my:net", "1x3"), given("my:net", "8x3", "8", ours=800)]
+    found, tiles = shown(tmp_path, *own, given("resnet50", "32x3x224x224", ours=2500))
+    assert "network | dtype | inputs |" in found["results"]
+    assert "my:net | fp16 | 1x3 |" in found["results"]
+    assert "my:net | fp16 | 8x3, 8 |" in found["results"]
+    assert "resnet50" not in found["results"]
+    assert "resnet50 | fp16 | 32x3x224x224 |" in found["latency"]
+    assert "my:net fp16 1 8x3 8 | reduce-overhead" not in found["slower"]
+    assert "resnet50 fp16 1 32x3x224x224 | reduce-overhead | 800 | 2\u202f500" in found["slower"]
+    assert not (tmp_path / "speedup.svg").exists()
+    assert "<strong>7.91×</strong>" in tiles  # of the two: (10 * 6.25) ** (1 / 2)
+    summary = tables.markdown(own, {})["gpu summary"]
+    assert re.search(r"my:net 1x3 +\| 500 .*\n.*my:net 8x3 8 +\| 800 ", summary)
+
+
+def test_what_ran_on_a_cpu_is_beside_no_free_gpu(tmp_path: Path) -> None:
+    on_cpu = speed(settings={"device": "cpu"}, machine={"device": "AMD EPYC"})
+    found, _ = shown(tmp_path, on_cpu, speed(load=True), speed())
+    assert "resnet50 | fp16 | – | AMD EPYC" in found["latency"]
+    assert "resnet50 | fp16 | busy | NVIDIA H200" in found["latency"]
+    assert "resnet50 | fp16 | free | NVIDIA H200" in found["latency"]
+
+
 # ------------------------------------------------------------ who is faster, and what is wrong
 
 
@@ -202,18 +244,42 @@ def test_one_criterion_decides_who_is_faster(tmp_path: Path) -> None:
     found, tiles = shown(tmp_path, entry)
     assert "In 1 of 1 results a peer is faster" in found["slower"]
     assert "| eager | 1\u202f000 | 1\u202f001 | 1.0 %" in found["slower"]
-    assert "| compile |" not in found["slower"]
+    assert "fp16 1 | compile |" not in found["slower"]
     assert "1.01× (1.01–1.01) | 0.99× (" in found["results"]
-    assert "<strong>1 of 1</strong><span>results in which some peer" in tiles
+    assert "<strong>1 of 1</strong><span>results of inference on NVIDIA H200 in which some" in tiles
 
 
 def test_means_are_of_plain_results_that_were_accepted(tmp_path: Path) -> None:
     unchecked = speed("darts", 10, check=None)
     others = [speed(ours=10, batch=8), speed(ours=10, load=True), speed("unet", 10, check=rejected())]
     _, tiles = shown(tmp_path, speed(ours=500), unchecked, *others)
-    assert "<strong>10.00×</strong><span>as fast as eager, geometric mean at batch 1" in tiles
-    assert "<strong>3 of 4</strong><span>results accepted as right; 0 by a check" in tiles
-    assert "<strong>0 of 4</strong><span>results in which some peer" in tiles
+    assert (
+        "<strong>10.00×</strong><span>as fast as eager on NVIDIA H200, geometric mean at batch 1"
+        in tiles
+    )
+    assert "<strong>3 of 4</strong><span>of these accepted as right; 0 by a check" in tiles
+    assert "<strong>0 of 4</strong><span>results of inference on NVIDIA H200 in which some" in tiles
+
+
+def test_who_needs_less_by_another_measure_is_listed_with_its_reading(tmp_path: Path) -> None:
+    notes = {"interval_us": 450.0, "p99_us": 500.0, "energy_mj": 80.0}
+    peers = {
+        "compile": timed(900, **notes),
+        "cudagraph": timed(900, **notes, right=False),
+        "reduce-overhead": timed(900, **notes, error="it compiled while it was timed"),
+        "nimble-serial": timed(900, **notes | {"interval_us": 470.0}),
+    }
+    entry = speed(peers=peers)
+    page.render([entry], {"resnet50 fp16 1, energy": "More power."}, tmp_path)
+    found = Document((tmp_path / "index.html").read_text(encoding="utf-8")).sections["slower"]
+    assert [row.strip() for row in found.splitlines() if row.startswith(" | resnet50")] == [
+        "| resnet50 fp16 1 | p99, µs | compile | 500 | 600 | 20.0 % | no reading yet",
+        "| resnet50 fp16 1 | in a row, µs | compile | 450 | 490 | 8.9 % | no reading yet",
+        "| resnet50 fp16 1 | in a row, µs | ours, one stream | 470 | 490 | 4.3 % | no reading yet",
+        "| resnet50 fp16 1 | energy, mJ | compile | 80 | 90 | 12.5 % | More power.",
+    ]
+    entry["systems"]["nimble-serial"]["interval_us"] = 480.0  # as fast as that may be the same plan
+    assert "ours, one stream" not in tables.markdown([entry], {})["gpu slower"]
 
 
 @pytest.mark.parametrize("why", ["rejected", "not right"])
@@ -231,7 +297,7 @@ def test_a_wrong_result_of_ours_is_called_wrong_and_takes_part_in_nothing(
     assert "nasnet-a-mobile fp16 1 | speed | ours | 3.0e-01 | its error is" in found["checks"]
     assert "0.10×" not in found["energy"]
     assert "geometric mean" not in tiles
-    assert "<strong>0 of 1</strong><span>results accepted" in tiles
+    assert "<strong>0 of 1</strong><span>of these accepted" in tiles
     assert not (tmp_path / "speedup.svg").exists()
     assert not (tmp_path / "streams.svg").exists()
     assert ", ours" not in (tmp_path / "idle.svg").read_text(encoding="utf-8")
@@ -384,7 +450,14 @@ def test_the_pieces_of_documentation() -> None:
     assert re.search(r"mobilenet-v2 .* 9.6 .* 19.4", pieces["gpu calls"])
     assert "mobilenet-v2 fp32 32 training" in pieces["gpu slower"]
     agreement = pieces["gpu agreement"].splitlines()
-    assert agreement[0] == "1 of 2 results measured more than once are within 3 % of each other."
+    assert agreement[0] == (
+        "1 of 2 results measured more than once are within 3 % of each other. 2 of them were measured "
+        "twice with the code of one commit."
+    )
+    apart = [speed(ours=500), speed(ours=500, commit="768494f"), speed("darts"), speed("unet")]
+    assert tables.markdown(apart, {})["gpu agreement"].startswith(
+        "1 of 1 results measured more than once are within 3 % of each other. None of them was"
+    )
     assert any("darts fp16 1" in row and "within 3 %" in row for row in agreement)
     rows = [row for text in pieces.values() for row in text.splitlines() if row.startswith("|")]
     assert any("bert-base" in row and "25.0 %" in row and "&lt;larger&gt;" in row for row in rows)

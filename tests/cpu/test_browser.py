@@ -11,17 +11,30 @@ import pytest
 from cpu.bench_records import full
 from torch_nimble.bench import page
 
+COMMITTED = Path(__file__).parents[2] / "benchmarks" / "results" / "index.html"
+
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> str:
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("page")
     page.render(full(), {}, folder)
-    return (folder / "index.html").as_uri()
+    return folder / "index.html"
 
 
 @pytest.fixture
-def opened(browser: Any, address: str) -> Iterator[Any]:
-    """The page on a screen of 1280 pixels, in a browser that prefers light; it must have been quiet."""
+def opened(browser: Any, made: Path) -> Iterator[Any]:
+    """A page of every kind of line."""
+    yield from quiet(browser, made.as_uri())
+
+
+@pytest.fixture
+def committed(browser: Any) -> Iterator[Any]:
+    """The page of the record that is in the repository."""
+    yield from quiet(browser, COMMITTED.as_uri())
+
+
+def quiet(browser: Any, address: str) -> Iterator[Any]:
+    """A page on a screen of 1280 pixels, in a browser that prefers light; it must have been quiet."""
     tab = browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme="light")
     said: list[str] = []
     tab.on("console", lambda message: said.append(message.text))
@@ -89,10 +102,35 @@ def test_the_theme_follows_the_system_until_it_is_chosen(opened: Any) -> None:
 
 
 @pytest.mark.parametrize("width", [390, 1280])
-def test_only_tables_scroll_sideways(opened: Any, width: int) -> None:
-    opened.set_viewport_size({"width": width, "height": 844})
-    assert opened.evaluate("document.documentElement.scrollWidth") == width
-    assert opened.evaluate("document.body.scrollWidth") == width
+@pytest.mark.parametrize("which", ["opened", "committed"])
+def test_only_tables_scroll_sideways(which: str, width: int, request: pytest.FixtureRequest) -> None:
+    tab = request.getfixturevalue(which)
+    tab.set_viewport_size({"width": width, "height": 844})
+    assert tab.evaluate("document.documentElement.scrollWidth") == width
+    assert tab.evaluate("document.body.scrollWidth") == width
+
+
+def test_every_figure_of_the_committed_record_is_drawn_without_overlap(committed: Any) -> None:
+    overlapping = """() => [...document.querySelectorAll("svg.plot")].flatMap((plot) => {
+        const boxes = [...plot.querySelectorAll("text")].map((text) => text.getBoundingClientRect());
+        const meets = (a, b) => a.left < b.right - 3 && b.left < a.right - 3
+            && a.top < b.bottom - 4 && b.top < a.bottom - 4;
+        const texts = [...plot.querySelectorAll("text")].map((text) => text.textContent);
+        const title = plot.querySelector("title").textContent;
+        return boxes.flatMap((a, i) => boxes.slice(i + 1).flatMap((b, j) =>
+            meets(a, b) ? [[title, texts[i], texts[i + 1 + j]]] : []));
+    })"""
+    figures = sorted(file.name for file in COMMITTED.parent.glob("*.svg"))
+    assert committed.locator("svg.plot").count() == len(figures) > 5
+    assert committed.evaluate(overlapping) == []
+    outside = """() => [...document.querySelectorAll("svg.plot")].flatMap((plot) => {
+        const around = plot.getBoundingClientRect();
+        return [...plot.querySelectorAll("text")].filter((text) => {
+            const box = text.getBoundingClientRect();
+            return box.left < around.left || box.right > around.right || box.bottom > around.bottom;
+        }).map((text) => text.textContent);
+    })"""
+    assert committed.evaluate(outside) == []
 
 
 def test_charts_and_tables_have_names_for_those_who_do_not_see(opened: Any) -> None:

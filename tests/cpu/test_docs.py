@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import importlib.util
 import re
 import runpy
@@ -13,8 +14,8 @@ import pytest
 import torch
 
 import torch_nimble
-from torch_nimble.bench import command, record, tables
-from torch_nimble.bench.page import render
+from torch_nimble.bench import command, page, record, tables
+from torch_nimble.bench.sections import sections_of
 from torch_nimble.zoo import libraries
 
 ROOT = Path(__file__).parents[2]
@@ -83,13 +84,22 @@ def _after_one_epoch(
 RECORD = ROOT / "benchmarks" / "results"
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
-def test_the_tables_are_the_committed_record_s(page: str) -> None:
-    text = (ROOT / page).read_text()
+@pytest.mark.parametrize("document", ["README.md", "docs/benchmarks.md"])
+def test_the_tables_are_the_committed_record_s(document: str) -> None:
+    text = (ROOT / document).read_text()
     pieces = tables.markdown(record.read(RECORD), command.readings_of(RECORD))
-    assert tables.filled(text, pieces, page) == text
+    assert tables.filled(text, pieces, document) == text
     for marker in re.findall("<!-- (.*): begin -->", text):
         assert marker in pieces, f"the record has nothing for {marker!r}"
+
+
+def test_every_loss_of_the_committed_record_has_a_reading_and_no_reading_is_of_nothing() -> None:
+    readings = command.readings_of(RECORD)
+    told = page.page(lines := record.read(RECORD), sections_of(lines, readings))
+    assert "no reading yet" not in told
+    assert "no reading yet" in page.page(lines, sections_of(lines, {}))
+    for sentence in readings.values():
+        assert html.escape(sentence) in told
 
 
 def test_every_field_of_the_committed_record_is_documented_and_no_other() -> None:
@@ -100,14 +110,15 @@ def test_every_field_of_the_committed_record_is_documented_and_no_other() -> Non
     systems = [notes for line in lines for notes in line["systems"].values()]
     parts = [*lines, *systems, *(line.get("check") or {} for line in lines)]
     assert {field for part in parts for field in part} | {"error"} == listed
-    inner = [part.get(name) or {} for part in parts for name in ("memory", "floor", "loaded")]
+    nested = ("memory", "floor", "loaded", "machine", "versions", "settings")
+    inner = [part.get(name) or {} for part in parts for name in nested]
     rounds = [one for notes in systems for one in notes.get("rounds") or []]
     said = set(re.findall("`(\\w+)`", section))
     assert {field for part in (*inner, *rounds) for field in part} <= said
 
 
 def test_the_page_and_plots_are_the_committed_record_s(tmp_path: Path) -> None:
-    rendered = render(record.read(RECORD), command.readings_of(RECORD), tmp_path)
+    rendered = page.render(record.read(RECORD), command.readings_of(RECORD), tmp_path)
     for made in rendered:
         assert (RECORD / made.name).read_text() == made.read_text(), f"{made.name} is not current"
     assert {file.name for file in RECORD.glob("*.svg")} == {

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from torch_nimble.bench.record import Json, value_at
-from torch_nimble.bench.selection import OURS, compared, faults_of, notes_of, place_of
+from torch_nimble.bench.selection import OURS, compared, faults_of, notes_of, place_of, shapes_of
 from torch_nimble.look import NOTHING, Cell, Grid, number, word
 
 FAILED, WRONG = Cell("failed", None, "bad"), Cell("wrong", None, "bad")
@@ -33,10 +33,16 @@ def _names(entries: Sequence[Json]) -> list[Column]:
     if any(entry["batch"] != 1 for entry in entries):
         columns.append(("batch", lambda entry: number(entry["batch"])))
     if any(entry["load"] for entry in entries):
-        columns.append(("GPU", lambda entry: word("busy" if entry["load"] else "free")))
+        columns.append(("GPU", _load))
+    if any(map(shapes_of, entries)):
+        columns.append(("inputs", lambda entry: word(", ".join(shapes_of(entry)))))
     if len({place_of(entry) for entry in entries}) > 1:
         columns.append(("on", lambda entry: word(place_of(entry)[1])))
     return columns
+
+
+def _load(entry: Json) -> Cell:
+    return word("busy" if entry["load"] else "free") if place_of(entry)[0] == "cuda" else NOTHING
 
 
 # ------------------------------------------------------------ cells

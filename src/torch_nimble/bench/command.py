@@ -38,7 +38,10 @@ def readings_of(place: Path) -> dict[str, str]:
     file = place / READINGS
     if not file.exists():
         return {}
-    found = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        found = json.loads(file.read_bytes().decode("utf-8"))
+    except ValueError as error:
+        raise InputError(f"{file} is not JSON: {error}; correct it or remove it") from error
     if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
         raise InputError(f"{file} must map names such as 'resnet50 fp16 1' to sentences")
     return found

@@ -7,10 +7,20 @@ from typing import Any
 
 from torch_nimble.bench.plots import LINE_TONES, Level, Panel, Point, Series, bars, lines
 from torch_nimble.bench.record import DTYPES, Json
-from torch_nimble.bench.selection import OURS, SERIAL, called, compared, faults_of, measured, notes_of
+from torch_nimble.bench.selection import (
+    OURS,
+    SERIAL,
+    called,
+    compared,
+    faults_of,
+    measured,
+    notes_of,
+    place_of,
+)
 from torch_nimble.bench.suites import PAPER_IDLE, PAPER_SPEEDUPS, PAPER_STREAMS, PAPER_TRAINING
 
 Value = Callable[[Json], Point | None]
+_NAMED = ("torch", "triton", "cuda", "cudnn")
 
 
 def speedups(entries: Sequence[Json], title: str, published: bool) -> str:
@@ -38,7 +48,8 @@ def _over_eager(
     if published is not None:
         wanted.insert(0, ("the paper, V100", "published", published))
     panels = _panels([e for e in entries if compared(e, OURS, "eager")], wanted, by_size=by_size)
-    return bars(title, "times faster than eager", panels, Level(1, "eager")) if panels else ""
+    level, note = Level(1, "eager"), _conditions(entries)
+    return bars(title, "times faster than eager", panels, level, note) if panels else ""
 
 
 def multistream(entries: Sequence[Json]) -> str:
@@ -48,8 +59,8 @@ def multistream(entries: Sequence[Json]) -> str:
         (called(OURS), OURS, lambda e: _ratio(e, OURS, SERIAL)),
     ]
     panels = _panels([e for e in entries if compared(e, OURS, SERIAL)], wanted)
-    title = "Several streams against one"
-    return bars(title, "times faster than one stream", panels, Level(1, "one stream")) if panels else ""
+    title, level, note = "Several streams against one", Level(1, "one stream"), _conditions(entries)
+    return bars(title, "times faster than one stream", panels, level, note) if panels else ""
 
 
 def without_scheduling(entries: Sequence[Json]) -> str:
@@ -58,8 +69,9 @@ def without_scheduling(entries: Sequence[Json]) -> str:
         ("the same kernels in one graph", "reduce-overhead", lambda e: _ratio(e, "cudagraph", "eager"))
     ]
     panels = _panels([e for e in entries if compared(e, "cudagraph", "eager")], wanted, labelled=True)
-    title = "The same kernels without run-time scheduling"
-    return bars(title, "times faster than eager", panels, Level(1, "eager")) if panels else ""
+    title, level = "The same kernels without run-time scheduling", Level(1, "eager")
+    note = _conditions(entries)
+    return bars(title, "times faster than eager", panels, level, note) if panels else ""
 
 
 def idleness(entries: Sequence[Json]) -> str:
@@ -69,12 +81,9 @@ def idleness(entries: Sequence[Json]) -> str:
     ]
     known = [e for e in entries if any(value(e) for _, _, value in wanted)]
     panels = _panels(known, wanted, labelled=True)
-    title = "How long the GPU is idle"
-    return (
-        bars(title, "% of a call", panels, Level(100 * PAPER_IDLE, "the paper's largest, V100"))
-        if panels
-        else ""
-    )
+    level = Level(100 * PAPER_IDLE, "the paper's largest, V100")
+    note = _conditions(known)
+    return bars("How long the GPU is idle", "% of a call", panels, level, note) if panels else ""
 
 
 def by_batch(entries: Sequence[Json]) -> str:
@@ -97,11 +106,17 @@ def by_batch(entries: Sequence[Json]) -> str:
         shown = tuple(s for s in series if any(s.points))
         if shown:
             panels.append(Panel(title, tuple(map(str, sizes)), shown))
-    return (
-        lines("Speed-up by batch size", "times faster", "batch size", panels, Level(1, "as fast"))
-        if panels
-        else ""
-    )
+    title, level, note = "Speed-up by batch size", Level(1, "as fast"), _conditions(entries)
+    return lines(title, "times faster", "batch size", panels, level, note) if panels else ""
+
+
+def _conditions(entries: Sequence[Json]) -> str:
+    """Which machine and versions: a figure is also shown without the page around it."""
+    found = [
+        ", ".join([place_of(e)[1], *(f"{n} {e['versions'][n]}" for n in _NAMED if e["versions"].get(n))])
+        for e in entries
+    ]
+    return "; ".join(dict.fromkeys(found))
 
 
 def _panels(

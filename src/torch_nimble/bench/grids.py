@@ -41,7 +41,6 @@ from torch_nimble.bench.selection import (
     p50_of,
     paired,
     place_of,
-    quicker_peers,
 )
 from torch_nimble.bench.suites import PAPER_SPEEDUPS, PAPER_STREAMS, PAPER_TRAINING
 from torch_nimble.look import NOTHING, Cell, Grid, number, word
@@ -306,21 +305,6 @@ def wrong(entries: Sequence[Json]) -> Grid:
     return Grid(("result", "measure", "system", "relative error", "why it is wrong"), rows)
 
 
-def slower(entries: Sequence[Json], readings: Mapping[str, str]) -> Grid:
-    """Every result in which a peer is faster than ours, with what we make of it."""
-    rows = []
-    for entry in entries:
-        for peer in quicker_peers(entry):
-            ratio = compared(entry, OURS, peer)
-            assert ratio is not None
-            theirs, ours = number(p50_of(entry, peer)), number(p50_of(entry, OURS))
-            excess = number(100 * (1 / ratio.value - 1), ".1f", " %", "bad")
-            reading = readings.get(name_of(entry), "no reading yet")
-            rows.append((word(name_of(entry)), word(peer), theirs, ours, excess, word(reading)))
-    header = ("result", "faster peer", "its p50, µs", "ours, µs", "ours slower by", "reading")
-    return Grid(header, tuple(rows))
-
-
 def failures(entries: Sequence[Json]) -> Grid:
     """Every error, of a system or of a whole process, with its text."""
     rows = tuple(
@@ -333,20 +317,8 @@ def failures(entries: Sequence[Json]) -> Grid:
 
 def agreement(entries: Sequence[Json]) -> Grid:
     """How far the ratios of repeated runs are apart, and whether one and the same code made them."""
-    peers = [name for name in (*PEERS, SERIAL) if name in measured(entries)]
-    by_place: dict[tuple[str, str], list[Json]] = {}
-    for entry in entries:
-        by_place.setdefault(place_of(entry), []).append(entry)
-    found: dict[str, dict[str, record.Repeated]] = {}
-    for group in by_place.values():
-        names = {record.key_of(entry): name_of(entry) for entry in group}
-        for peer in peers:
-            whole = [
-                entry for entry in group if compared(entry, OURS, peer) and paired(entry, OURS, peer)
-            ]
-            for key, repeated in record.disagreement(whole, OURS, peer).items():
-                found.setdefault(f"{names[key]} {key[0]}".removesuffix(" speed"), {})[peer] = repeated
-    shown = [peer for peer in peers if any(peer in runs for runs in found.values())]
+    found = _repeats(entries)
+    shown = [peer for peer in (*PEERS, SERIAL) if any(peer in runs for runs in found.values())]
 
     def row(name: str, runs: Mapping[str, record.Repeated]) -> tuple[Cell, ...]:
         worst = max(repeated.apart for repeated in runs.values())
@@ -359,6 +331,37 @@ def agreement(entries: Sequence[Json]) -> Grid:
 
     header = ("result", "commits", *(f"vs {called(peer)}" for peer in shown), "agreement")
     return Grid(header, tuple(row(name, runs) for name, runs in found.items()))
+
+
+def agreed(entries: Sequence[Json]) -> str:
+    """How many of the repeated results agree, and whether any was repeated with the same code."""
+    found = [list(runs.values()) for runs in _repeats(entries).values()]
+    if not found:
+        return ""
+    near = sum(max(one.apart for one in runs) <= AGREE for runs in found)
+    same = sum(any(one.runs > len(one.commits) for one in runs) for runs in found)
+    return (
+        f"{near} of {len(found)} results measured more than once are within {100 * AGREE:.0f} % of each "
+        f"other. {same or 'None'} of them {'were' if same > 1 else 'was'} measured twice with the code "
+        "of one commit."
+    )
+
+
+def _repeats(entries: Sequence[Json]) -> dict[str, dict[str, record.Repeated]]:
+    """What was measured more than once, by name and by what ours was compared with."""
+    by_place: dict[tuple[str, str], list[Json]] = {}
+    for entry in entries:
+        by_place.setdefault(place_of(entry), []).append(entry)
+    found: dict[str, dict[str, record.Repeated]] = {}
+    for group in by_place.values():
+        names = {record.key_of(entry): name_of(entry) for entry in group}
+        for peer in measured(entries, (*PEERS, SERIAL)):
+            whole = [
+                entry for entry in group if compared(entry, OURS, peer) and paired(entry, OURS, peer)
+            ]
+            for key, repeated in record.disagreement(whole, OURS, peer).items():
+                found.setdefault(f"{names[key]} {key[0]}".removesuffix(" speed"), {})[peer] = repeated
+    return found
 
 
 # ------------------------------------------------------------ conditions

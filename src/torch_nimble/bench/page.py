@@ -68,6 +68,8 @@ def _summary(entries: Sequence[Json]) -> str:
 def _tiles(speed: Sequence[Json]) -> list[tuple[str, str, str]]:
     """The least that one should know, losses and weak checks included."""
     shown = on_one_gpu(speed) or list(speed)
+    places = {place_of(entry)[1] for entry in shown}
+    where = f" on {places.pop()}" if len(places) == 1 else ""
     fair, checked = sound(shown), [e for e in shown if p50_of(e, OURS) and e.get("check")]
     right = [entry for entry in checked if accepted(entry)]
     strict = sum(bool(entry["check"].get("check_can_fail")) for entry in right)
@@ -82,15 +84,16 @@ def _tiles(speed: Sequence[Json]) -> list[tuple[str, str, str]]:
         ("eager in one CUDA graph", grids.mean_ratio(meant, lambda _: "cudagraph"), ""),
     ]
     tiles = [
-        (f"{mean:.2f}×", f"as fast as {name}, geometric mean at batch 1", tone)
+        (f"{mean:.2f}×", f"as fast as {name}{where}, geometric mean at batch 1", tone)
         for name, mean, tone in means
         if mean
     ]
     if fair:
         lost = sum(map(bool, map(quicker_peers, fair)))
-        tiles.append((f"{lost} of {len(fair)}", "results in which some peer is faster", ""))
+        told = f"results of inference{where} in which some peer is faster"
+        tiles.append((f"{lost} of {len(fair)}", told, ""))
     if checked:
-        told = f"results accepted as right; {strict} by a check that could have failed"
+        told = f"of these accepted as right; {strict} by a check that could have failed"
         tiles.append((f"{len(right)} of {len(checked)}", told, ""))
     return tiles
 

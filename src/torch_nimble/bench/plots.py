@@ -50,9 +50,11 @@ _SHAPES = {
 }
 
 WIDTH = 1120
-_LEFT, _RIGHT, _PLOT, _LABELS, _TITLE, _GAP = 50, 14, 230, 36, 36, 14
+_LEFT, _RIGHT, _PLOT, _LABELS, _TITLE, _GAP, _NOTE = 50, 14, 230, 36, 36, 14, 18
 _CHARACTER = 6.8
 """Width of a character of the labels, about."""
+_BETWEEN = 8
+"""Between labels side by side, which fonts of some systems make wider."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +94,12 @@ class Panel:
     series: tuple[Series, ...]
 
 
-def bars(title: str, axis: str, panels: Sequence[Panel], line: Level | None = None) -> str:
+def bars(
+    title: str, axis: str, panels: Sequence[Panel], line: Level | None = None, note: str = ""
+) -> str:
     """Grouped bars, the panels one under the other; groups have only the bars that have a value.
 
-    `axis` names what is counted.
+    `axis` names what is counted, `note` what it holds for.
     """
     legend, top = _legend(panels, line, as_lines=False)
     parts, each = [legend], _TITLE + _PLOT + _LABELS + _GAP
@@ -115,10 +119,17 @@ def bars(title: str, axis: str, panels: Sequence[Panel], line: Level | None = No
                 x = middle + (place - len(present) / 2) * wide
                 parts += _bar(series, point, name, axis, x, wide, scale)
             parts.append(_wrapped(name, middle, scale.bottom + 17, slot))
-    return _svg(title, axis, panels, top + len(panels) * each, parts)
+    return _svg(title, axis, panels, top + len(panels) * each, parts, note)
 
 
-def lines(title: str, axis: str, across: str, panels: Sequence[Panel], line: Level | None = None) -> str:
+def lines(
+    title: str,
+    axis: str,
+    across: str,
+    panels: Sequence[Panel],
+    line: Level | None = None,
+    note: str = "",
+) -> str:
     """Lines over evenly spaced groups, the panels side by side; `across` names what the groups are."""
     legend, top = _legend(panels, line, as_lines=True)
     parts, each = [legend], (WIDTH + _GAP) / max(1, len(panels))
@@ -142,7 +153,7 @@ def lines(title: str, axis: str, across: str, panels: Sequence[Panel], line: Lev
                     f'<path class="dot t-{series.tone}" transform="translate({x:.1f} '
                     f'{scale(point.value):.1f})" d="{_SHAPES[series.tone]}"><title>{told}</title></path>'
                 )
-    return _svg(title, axis, panels, top + _TITLE + _PLOT + _LABELS + _GAP, parts)
+    return _svg(title, axis, panels, top + _TITLE + _PLOT + _LABELS + _GAP, parts, note)
 
 
 def ticks(top: float) -> list[float]:
@@ -255,7 +266,7 @@ def _in_order(panels: Sequence[Panel]) -> list[Series]:
 
 def _wrapped(name: str, x: float, y: float, room: float) -> str:
     """A label below a group, on two lines where it is long, shortened where even that does not fit."""
-    fits = max(4, int(room / _CHARACTER))
+    fits = max(4, int((room - _BETWEEN) / _CHARACTER))
     pieces = re.findall(r"[^-_.:/ ]*[-_.:/ ]?", name) if len(name) > fits else [name]
     first = ""
     while (
@@ -300,7 +311,11 @@ def _told(axis: str, panels: Iterable[Panel]) -> str:
     return " ".join(said)
 
 
-def _svg(title: str, axis: str, panels: Sequence[Panel], height: float, parts: Iterable[str]) -> str:
+def _svg(
+    title: str, axis: str, panels: Sequence[Panel], height: float, parts: Iterable[str], note: str
+) -> str:
+    if note:
+        parts, height = [*parts, _text(note, _LEFT, height + 8, "start", "quiet")], height + _NOTE
     name = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="plot" role="img" '

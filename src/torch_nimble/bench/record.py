@@ -92,20 +92,33 @@ def parse(file: Path) -> list[Json]:
     entries = []
     for number, line in enumerate(_whole_lines(file).splitlines(), 1):
         try:
-            entry = json.loads(line)
-            if not isinstance(entry, dict):
-                raise ValueError(f"it is {type(entry).__name__}, not an object")
-            missing = [field for field in HEAD if field not in entry]
-            if missing:
-                raise ValueError(f"it has no {', '.join(missing)}")
-            if entry["schema"] != SCHEMA or entry["measure"] not in MEASURES:
-                raise ValueError(f"it is {entry['schema']}, {entry['measure']}; this reads {SCHEMA}")
+            entry = json.loads(line.decode("utf-8"))
+            fault = _fault_of(entry)
+            if fault:
+                raise ValueError(fault)
         except ValueError as error:
             raise InputError(
                 f"line {number} of {file} cannot be used: {error}; remove the line"
             ) from error
         entries.append(entry)
     return entries
+
+
+def _fault_of(entry: Any) -> str:
+    """Why something cannot be a line of a record; empty if it can."""
+    if not isinstance(entry, dict):
+        return f"it is {type(entry).__name__}, not an object"
+    missing = [field for field in HEAD if field not in entry]
+    if missing:
+        return f"it has no {', '.join(missing)}"
+    if entry["schema"] != SCHEMA or entry["measure"] not in MEASURES:
+        return f"it is {entry['schema']}, {entry['measure']}; this reads {SCHEMA}"
+    for field in ("machine", "versions", "settings", "systems"):
+        if not isinstance(entry.get(field, {}), dict):
+            return f"its {field} is {json.dumps(entry[field])[:40]}, not an object"
+    if entry["dtype"] not in DTYPES or not isinstance(entry["batch"], int):
+        return f"it is of {entry['dtype']} at batch {entry['batch']}; there are {', '.join(DTYPES)}"
+    return ""
 
 
 def append(file: Path, entry: Json) -> None:
@@ -116,7 +129,7 @@ def append(file: Path, entry: Json) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     line = json.dumps(plain(entry), allow_nan=False, ensure_ascii=False) + "\n"
     if file.exists():
-        whole = len(_whole_lines(file).encode("utf-8"))
+        whole = len(_whole_lines(file))
         if whole < file.stat().st_size:
             os.truncate(file, whole)
     with file.open("a", encoding="utf-8") as out:
@@ -125,10 +138,13 @@ def append(file: Path, entry: Json) -> None:
         os.fsync(out.fileno())
 
 
-def _whole_lines(file: Path) -> str:
-    """All but half a line at the end, which a process that was killed may have left."""
+def _whole_lines(file: Path) -> bytes:
+    """All but half a line at the end, which a process that was killed may have left.
+
+    Not as text: in that, lines end at more characters than JSON escapes.
+    """
     whole, end, _ = file.read_bytes().rpartition(b"\n")
-    return (whole + end).decode("utf-8")
+    return whole + end
 
 
 # ------------------------------------------------------------ what belongs together
@@ -194,6 +210,7 @@ class Repeated:
 
     apart: float
     commits: tuple[str, ...]
+    runs: int
 
 
 def disagreement(entries: Iterable[Json], system: str, than: str) -> dict[Key, Repeated]:
@@ -206,7 +223,7 @@ def disagreement(entries: Iterable[Json], system: str, than: str) -> dict[Key, R
             ratios.setdefault(key_of(entry), []).append(ratio.value)
             commits.setdefault(key_of(entry), {})[str(entry["commit"])] = None
     return {
-        key: Repeated(max(values) / min(values) - 1, tuple(commits[key]))
+        key: Repeated(max(values) / min(values) - 1, tuple(commits[key]), len(values))
         for key, values in ratios.items()
         if len(values) > 1
     }

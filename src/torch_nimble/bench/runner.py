@@ -112,8 +112,16 @@ def run(wanted: Wanted, console: Console) -> list[Json]:
             todo.append((part, entry))
     if todo:
         console.print(f"{len(todo)} to measure on {wanted.device}", markup=False)
-    with _ended_like_ctrl_c(), _Workers(wanted, console, len(todo)) as workers:
-        lines = workers.measure_all(todo)
+    try:
+        with _ended_like_ctrl_c(), _Workers(wanted, console, len(todo)) as workers:
+            lines = workers.measure_all(todo)
+    except KeyboardInterrupt:
+        console.print(
+            f"stopped; {wanted.out} has what was measured, the same command goes on with the rest",
+            markup=False,
+            soft_wrap=True,
+        )
+        raise
     left = sum(line is None for line in lines)
     if left:
         console.print(f"{left} left; the same command goes on with them")
@@ -187,6 +195,8 @@ class _Workers:
                 return self._launch(part, cache)
 
             entry |= plain(_JOBS.get(part.measure, _as_it_is)(part, start_one))
+        if self._stop.is_set() and failures(entry):
+            return None  # it was ended by us: that says nothing of what was measured
         entry["date"] = now()
         with self._adding:
             append(self._wanted.out / "bench.jsonl", entry)

@@ -57,17 +57,28 @@ def on_one_gpu(entries: Sequence[Json]) -> list[Json]:
     return [entry for entry in entries if place_of(entry) == chosen]
 
 
+def shapes_of(entry: Json) -> tuple[str, ...]:
+    """The shapes that somebody chose; empty where inputs are the target's own."""
+    return tuple(entry["settings"].get("inputs") or ())
+
+
+def _is_plain(entry: Json) -> bool:
+    """Batch 1, no load; a network of the zoo on inputs of its own, which say how large the batch is."""
+    is_usual = ":" in entry["target"] or not shapes_of(entry)
+    return entry["batch"] == 1 and not entry["load"] and is_usual
+
+
 def of(
     entries: Iterable[Json], measure: str, targets: Sequence[str] | None = None, *, plain: bool = False
 ) -> list[Json]:
-    """The lines of one kind that did not fail, of some targets if given, `plain`: batch 1, no load."""
+    """The lines of one kind that did not fail, of some targets if given, `plain`: as usual, batch 1."""
     return [
         entry
         for entry in entries
         if entry["measure"] == measure
         and any((entry.get("systems") or {}).values())
         and (targets is None or entry["target"] in targets)
-        and not (plain and (entry["batch"] != 1 or entry["load"]))
+        and (not plain or _is_plain(entry))
     ]
 
 
@@ -82,7 +93,7 @@ def streamed(entries: Sequence[Json], targets: Sequence[str]) -> list[Json]:
 
 def batched(entries: Sequence[Json]) -> list[Json]:
     """The speed of networks and dtypes measured with more than one batch, or beside a busy stream."""
-    speed = of(entries, "speed")
+    speed = [entry for entry in of(entries, "speed") if not shapes_of(entry)]
     several = {(e["target"], e["dtype"]) for e in speed if e["batch"] != 1 or e["load"]}
     return [entry for entry in speed if (entry["target"], entry["dtype"]) in several]
 
@@ -100,7 +111,7 @@ def name_of(entry: Json) -> str:
         "cpu": place_of(entry)[0] == "cpu",
     }
     words = [word for word, is_so in unusual.items() if is_so]
-    return " ".join([entry["target"], entry["dtype"], str(entry["batch"]), *words])
+    return " ".join([entry["target"], entry["dtype"], str(entry["batch"]), *words, *shapes_of(entry)])
 
 
 # ------------------------------------------------------------ values

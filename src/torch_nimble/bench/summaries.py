@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from torch_nimble.bench.cells import Column, faster_cell, grid_of, p50_cell
 from torch_nimble.bench.grids import mean_ratio
 from torch_nimble.bench.record import DTYPES, Json
-from torch_nimble.bench.selection import COMPILED, OURS, accepted, closest
+from torch_nimble.bench.selection import COMPILED, OURS, accepted, closest, shapes_of
 from torch_nimble.bench.suites import PAPER_TRAINING
 from torch_nimble.look import NOTHING, Cell, Grid, number, word
 
@@ -16,7 +16,8 @@ def by_network(entries: Sequence[Json]) -> Grid:
     """A row for each network: what a call of ours takes, and how many times faster, in each dtype."""
     found: dict[str, dict[str, Json]] = {}
     for entry in entries:
-        found.setdefault(entry["target"], {})[entry["dtype"]] = entry
+        name = " ".join([entry["target"], *shapes_of(entry)])
+        found.setdefault(name, {})[entry["dtype"]] = entry
     dtypes = [dtype for dtype in DTYPES if any(dtype in lines for lines in found.values())]
     header, rows = ["network"], [[word(network)] for network in found]
     for dtype in dtypes:

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from torch_nimble.bench import grids, summaries
+from torch_nimble.bench import grids, losses, summaries
 from torch_nimble.bench.record import Json
 from torch_nimble.bench.selection import (
     batched,
@@ -26,7 +26,6 @@ from torch_nimble.bench.selection import (
     of,
     on_one_gpu,
     place_of,
-    quicker_peers,
     sound,
     streamed,
 )
@@ -67,7 +66,6 @@ def markdown(entries: Iterable[Json], readings: Mapping[str, str]) -> dict[str, 
     cpu = [e for e in of(kept, "speed") if place_of(e)[0] == "cpu"]
     plain = of(gpu, "speed", plain=True)
     branching, sizes = streamed(gpu, BRANCHING), batched(gpu)
-    none_slower = "On the GPU no other system took less than ours in the newest run of any result."
     pieces = {
         "gpu summary": _summary(plain),
         "gpu training summary": _under_conditions(summaries.steps(steps), steps),
@@ -83,9 +81,7 @@ def markdown(entries: Iterable[Json], readings: Mapping[str, str]) -> dict[str, 
         "gpu memory": _measured("memory", gpu),
         "gpu plans": _measured("plan", gpu),
         "gpu calls": _measured("call", gpu),
-        "gpu slower": as_markdown(grids.slower(timed, readings))
-        if any(map(quicker_peers, timed))
-        else none_slower * bool(sound(timed)),
+        "gpu slower": _slower(timed, readings),
         "gpu agreement": _agreement([*of(repeats, "speed"), *of(repeats, "plan")]),
         "gpu failures": as_markdown(grids.failures(gpu)),
         "cpu table": _under_conditions(grids.headline(cpu), cpu),
@@ -105,13 +101,22 @@ def _measured(measure: str, entries: Sequence[Json]) -> str:
     return _under_conditions(make(kept), kept)
 
 
-def _agreement(entries: Sequence[Json]) -> str:
-    grid = grids.agreement(entries)
-    if not grid.rows:
+def _slower(entries: Sequence[Json], readings: Mapping[str, str]) -> str:
+    if not sound(entries):
         return ""
-    agreed = sum(row[-1].tone == "good" for row in grid.rows)
-    told = f"{agreed} of {len(grid.rows)} results measured more than once are within"
-    return f"{told} {100 * grids.AGREE:.0f} % of each other.\n\n{as_markdown(grid)}"
+    none_faster = "On the GPU no other system took less than ours in the newest run of any result."
+    by_call = as_markdown(losses.slower(entries, readings)) or none_faster
+    otherwise = as_markdown(losses.behind(entries, readings))
+    told = (
+        "By another measure a peer needs less here, or in a row, by more than 3 %, our own kernels on "
+        "one stream:"
+    )
+    return "\n\n".join([by_call, *([told, otherwise] if otherwise else [])])
+
+
+def _agreement(entries: Sequence[Json]) -> str:
+    told = [grids.agreed(entries), as_markdown(grids.agreement(entries))]
+    return "\n\n".join(filter(None, told))
 
 
 def terminal(entries: Iterable[Json]) -> Group:
