@@ -16,9 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cpu.helpers import assert_equal
 from torch_nimble.errors import LoweringError
+from torch_nimble.kernels.operator import convolve
+from torch_nimble.kernels.sites import Window
 from torch_nimble.lower.program import GENERATOR, Call, Ref, resolve
 from torch_nimble.lower.trace import Kernel, Recorder, Recording, reinterpret
 from torch_nimble.regions import Region
+from torch_nimble.report.kinds import kind_of
 from torch_nimble.taskgraph import TaskGraph
 
 CPU = torch.device("cpu")
@@ -215,6 +218,20 @@ def test_tasks_and_values_have_names_of_their_own() -> None:
         "y": ("input", 32),
         **dict.fromkeys(recording.allocations, ("temporary", 64)),
     }
+
+
+def test_layers_of_ours_are_called_what_they_do() -> None:
+    """One operator stands for all of them; a linear layer is no convolution to who reads a timeline."""
+    point = list(Window((1, 1)).numbers())
+
+    def program(_: Any, rows: Tensor, weight: Tensor) -> list[Tensor]:
+        first = convolve(rows, weight, None, None, point, "", "", "linear/16/32/32/4/3/1")
+        return [convolve(first, weight, None, None, point, "", "relu", "convolution/16/32/32/4/3/1")]
+
+    given = {"rows": torch.randn(4, 8, 1, 1), "weight": torch.randn(8, 8)}
+    kinds = [task.kind for task in record(program, given).tasks]
+    assert kinds == ["torch_nimble.matmul.linear", "torch_nimble.convolve.convolution"]
+    assert list(map(kind_of, kinds)) == ["matrix product", "convolution"]
 
 
 def test_a_given_name_is_not_taken_for_something_else() -> None:

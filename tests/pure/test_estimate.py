@@ -27,7 +27,7 @@ KINDS = [
     "aten.add.Tensor",
     "aten.cat.default",
     "aten.mean.dim",
-    "torch_nimble.convolve.default",
+    "torch_nimble.convolve.convolution",
     "aten.mm",
 ]
 
@@ -65,7 +65,7 @@ def chain() -> TaskGraph:
     buffers = [Buffer(n, "temporary", 256, "float16", sizes) for n in "xabcd"]
     weight = Buffer("w", "constant", 128, "float16", (8, 8))
     tasks = [
-        Task("a", "torch_nimble.convolve.default", (Region("x"), Region("w")), (Region("a"),)),
+        Task("a", "torch_nimble.convolve.convolution", (Region("x"), Region("w")), (Region("a"),)),
         Task("b", "aten.exp.default", (Region("a"),), (Region("b"),)),
         Task("c", "aten.tanh.default", (Region("b"),), (Region("c"),)),
         Task("d", "aten.add.Tensor", (Region("c"), Region("a")), (Region("d"),)),
@@ -88,7 +88,7 @@ def test_what_is_made_for_one_task_only_joins_it() -> None:
 
     def layer(name: str, read: str) -> Task:
         reads = (Region(read), Region("w"))
-        return Task(name, "torch_nimble.convolve.default", reads, (Region(name),))
+        return Task(name, "torch_nimble.convolve.convolution", reads, (Region(name),))
 
     tasks = [
         layer("a", "x"),
@@ -121,7 +121,7 @@ def test_the_work_of_a_linear_layer_is_that_of_its_shapes(shape: tuple[int, ...]
         "w": Buffer("w", "constant", 192 * 768 * 2, "float16", shape),
         "y": Buffer("y", "temporary", 6144, "float16", (4, 768, 1, 1)),
     }
-    task = Task("y", "torch_nimble.convolve.default", (Region("x"), Region("w")), (Region("y"),))
+    task = Task("y", "torch_nimble.convolve.convolution", (Region("x"), Region("w")), (Region("y"),))
     assert work_of(task, buffers) == layer_work((4, 192), 768, 1, (1, 1), 2, is_depthwise=False)
 
 
@@ -131,7 +131,7 @@ def test_the_work_of_a_convolution_is_that_of_its_shapes() -> None:
         "w": Buffer("w", "constant", 2 * 9 * 8 * 16, "float16", (9 * 8, 16)),
         "y": Buffer("y", "temporary", 2 * 16 * 36, "float16", (1, 16, 6, 6)),
     }
-    task = Task("y", "torch_nimble.convolve.default", (Region("x"), Region("w")), (Region("y"),))
+    task = Task("y", "torch_nimble.convolve.convolution", (Region("x"), Region("w")), (Region("y"),))
     assert work_of(task, buffers) == layer_work((1, 8, 6, 6), 16, 9, (6, 6), 2, is_depthwise=False)
 
 

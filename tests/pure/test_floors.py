@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from pure.oracles import addresses
 from pure.strategies import graphs, strided_regions
 from torch_nimble import schedule
+from torch_nimble.kernels.sites import called
 from torch_nimble.regions import Region
 from torch_nimble.report.contents import Report, Source
 from torch_nimble.report.floors import PEAKS, SHORTEST_US, Peak, all_kinds, floors_us, times_by_kind
@@ -156,8 +157,18 @@ def test_kernels_that_only_surround_layers_compute_no_products(
 def test_our_operator_does_what_its_weight_says() -> None:
     shapes = {"image": (1, 16, 20, 20), "weight": (16 * 9, 24), "out": (1, 24, 20, 20)}
     buffers = {name: Buffer(name, "temporary", 1, "float16", shape) for name, shape in shapes.items()}
-    work = work_of(touching("k", "torch_nimble.convolve.default", "image weight", "out"), buffers)
-    assert (work.family, work.operations) == ("layer", 2 * 24 * 400 * 16 * 9)
+    for config in ("convolution/16/32/32/4/3/1", "gathered/16/32/32/4/3/1", "vector/8/32/4"):
+        work = work_of(touching("k", called(config), "image weight", "out"), buffers)
+        assert (work.family, work.operations) == ("layer", 2 * 24 * 400 * 16 * 9)
+
+
+def test_our_layers_of_rows_are_products() -> None:
+    shapes = {"rows": (4, 16, 1, 1), "weight": (24, 16), "out": (4, 24, 1, 1)}
+    buffers = {name: Buffer(name, "temporary", 1, "float16", shape) for name, shape in shapes.items()}
+    for config in ("linear/16/32/32/4/3/1", "product/16/32/32/4/3/1", "rows/8/32/4"):
+        task = touching("k", called(config), "rows weight", "out")
+        assert kind_of(task.kind) == "matrix product"
+        assert work_of(task, buffers).operations == 2 * 4 * 24 * 16
 
 
 @given(graphs(costs=True), st.randoms(use_true_random=False))

@@ -45,6 +45,8 @@ _NUMBERS = {
 """How many there are in a config of each family."""
 _PRECISIONS = ("", "tf32", "tf32x3", "ieee")
 _BY_MATRIX_UNIT = ("convolution", "gathered", "linear", "product")
+_OF_ROWS = (*OF_ROWS, "rows")
+"""Families for layers of rows."""
 _FAST, _FAST_OF_ROWS = 2, 3
 """How many configs are tried in a hurry: where it is known well which of them win, fewer."""
 MOST_NUMBERS = 2**31
@@ -221,6 +223,15 @@ class Way(NamedTuple):
         if not is_whole or precision not in _PRECISIONS:
             raise PlanError(f"there is no kernel {config!r}; was it chosen by another version?")
         return cls(family, precision, tuple(numbers))
+
+
+def called(config: str) -> str:
+    """What tasks by such a kernel are called: what they do, and the family that does it.
+
+    A linear layer is called a product, whichever operator stands for it in a graph.
+    """
+    family = Way.parse(config).family
+    return f"torch_nimble.{'matmul' if family in _OF_ROWS else 'convolve'}.{family}"
 
 
 def count_kernels(config: str) -> int:

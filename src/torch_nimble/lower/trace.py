@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 from torch_nimble.errors import LoweringError
+from torch_nimble.kernels.operator import convolve
+from torch_nimble.kernels.sites import called
 from torch_nimble.lower.observe import (
     draws_random,
     memory_of,
@@ -208,7 +210,7 @@ class Recorder(OperatorMode):  # type: ignore[no-untyped-call]
         if draws_random(target, args, kwargs):
             self._buffers.setdefault(GENERATOR, Buffer(GENERATOR, "generator"))
             writes.append(Region(GENERATOR))
-        self._task(name, str(target), reads, writes)
+        self._task(name, _kind(target, args), reads, writes)
         self._calls[name] = [Call(name, target, self._ref(args), self._ref(kwargs))]
         if isinstance(result, torch.Tensor):
             self._check_devices([result], str(target))
@@ -343,6 +345,11 @@ def _refuse_uncapturable(target: Any) -> None:
 
 def _storage_bytes(fake: torch.Tensor) -> int:
     return fake.untyped_storage().nbytes() if fake.layout is torch.strided else 0
+
+
+def _kind(target: Any, args: Sequence[Any]) -> str:
+    """The operator's name; a layer of ours has that of the kernel that carries it out."""
+    return called(args[-1]) if target is convolve else str(target)
 
 
 def _short(target: Any) -> str:

@@ -20,8 +20,8 @@ Shape = tuple[int, ...]
 
 _GIVEN = ("constant", "state", "input")
 """Kinds of buffers that hold something before the first task runs."""
-_OURS = "torch_nimble.convolve"
-"""The name of our operator. Kernels of Inductor's that follow it have `convolve` in theirs."""
+_OURS = ("torch_nimble.convolve", "torch_nimble.matmul")
+"""What layers of ours are called. Kernels of Inductor's that follow have `convolve` in their names."""
 _PICKS = re.compile(r"embedding|index|gather|scatter|take|slice|select|split|narrow|unbind|chunk")
 """Names of what reads a part of a tensor that is given whole."""
 
