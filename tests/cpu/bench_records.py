@@ -49,7 +49,16 @@ def explained(plan: str) -> Json:
     facts = {"tasks": 525, "width": 11}
     kinds = [{"kind": "convolution", "us": 700.0}, {"kind": "elementwise", "us": 200.0}]
     found = {"chosen": plan, "streams": 4, "waits": 170, "facts": facts, "critical_path_us": 491.0}
-    return {**found, "kinds": kinds}
+    kernels = [
+        {
+            "count": 3,
+            "chosen": "depthwise/8/32/4",
+            "times_us": {"library": 6.0, "depthwise/8/32/4": 2.0},
+        },
+        {"count": 2, "chosen": "library", "times_us": {"library": 4.0, "rows/8/32/4": 5.0}},
+        {"count": 5, "chosen": "library", "times_us": {"library": 9.0}},  # nothing of ours was tried
+    ]
+    return {**found, "kinds": kinds, "kernels": kernels}
 
 
 def speed(target: str = "resnet50", ours: float = 500, peers: Json | None = None, **fields: Any) -> Json:

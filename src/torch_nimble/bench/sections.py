@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torch_nimble.bench import figures, grids, hardware, losses
+from torch_nimble.bench import figures, grids, hardware, kernels, losses
 from torch_nimble.bench.record import Json
 from torch_nimble.bench.selection import (
     batched,
@@ -170,6 +170,15 @@ def sections_of(entries: Sequence[Json], readings: Mapping[str, str]) -> list[Se
             "least time for the arithmetic and the memory traffic at the highest rates measured on this "
             "GPU. Last, the graphs of others, likewise alone.",
             grids=(hardware.limits(of(gpu, "speed")),),
+        ),
+        Section(
+            "kernels",
+            "Kernels",
+            "Convolutions, small linear layers and attention for which kernels of ours were tried: what "
+            "all of these layers take by the library's kernels, with bias and activation, and by the "
+            "chosen ones, each timed by itself. Below: what the tasks of our plans take one after "
+            "another, and what share each kind of work has in that.",
+            grids=(kernels.tried(plain), kernels.shares(plain)),
         ),
         Section(
             "intervals",

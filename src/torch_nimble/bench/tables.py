@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from torch_nimble.bench import grids, losses, summaries
+from torch_nimble.bench import grids, kernels, losses, summaries
 from torch_nimble.bench.record import Json
 from torch_nimble.bench.selection import (
     batched,
@@ -51,12 +51,12 @@ def markdown(entries: Iterable[Json], readings: Mapping[str, str]) -> dict[str, 
     """Pieces of documentation by name; one that the record has nothing for is not there.
 
     `gpu summary` and `gpu training summary`: ours in a few rows; `gpu table` and `cpu table`: every
-    system; `gpu streams`: several streams against one; `gpu idle`:
-    how long the GPU is idle; `gpu batch`: by batch size, and under load; `gpu training` and `gpu step
-    memory`; `gpu in a row` and `gpu training in a row`: when nobody waits; `gpu cost`, `gpu memory`,
-    `gpu plans` and `gpu calls`: what else was measured; `gpu slower`: every result in which a peer is
-    faster; `gpu agreement`: how far repeated runs are apart; `gpu failures`: everything that was not
-    measured as asked.
+    system; `gpu streams`: several streams against one; `gpu idle`: how long the GPU is idle; `gpu
+    kernels` and `gpu kinds`: the kernels in our plans; `gpu batch`: by batch size, and under load; `gpu
+    training` and `gpu step memory`; `gpu in a row` and `gpu training in a row`: when nobody waits; `gpu
+    cost`, `gpu memory`, `gpu plans` and `gpu calls`: what else was measured; `gpu slower`: every result
+    in which a peer is faster; `gpu agreement`: how far repeated runs are apart; `gpu failures`:
+    everything that was not measured as asked.
     """
     kept = newest(entries := list(entries))
     gpu = on_one_gpu(kept)
@@ -72,6 +72,8 @@ def markdown(entries: Iterable[Json], readings: Mapping[str, str]) -> dict[str, 
         "gpu table": _under_conditions(grids.headline(plain), plain),
         "gpu streams": _under_conditions(grids.streams(branching), branching),
         "gpu idle": _under_conditions(grids.idle(plain), plain),
+        "gpu kernels": _under_conditions(kernels.tried(plain), plain),
+        "gpu kinds": _under_conditions(kernels.shares(plain), plain),
         "gpu batch": _under_conditions(grids.batches(sizes), sizes),
         "gpu training": _under_conditions(grids.training(steps), steps),
         "gpu in a row": _under_conditions(grids.intervals(plain), plain),
