@@ -138,9 +138,9 @@ def _tiles(report: Report) -> Iterable[tuple[str, str, str]]:
     plan, waits = report.plan, report.plan.waits
     text = f"streams with {len(plan.launches)} tasks and {waits} wait{'s' * (waits != 1)}"
     yield str(plan.streams), text.replace("streams", "stream", plan.streams == 1), ""
-    yield f"{report.idle:.0%}", "of the streams' time no task runs", ""
+    yield f"{report.idle:.0%}", "of the streams' time is idle", ""
     length = _amount(report.longest[0], report.unit)
-    yield f"{report.ratio:.2f}×", f"the critical path, {length}, is what the timeline takes", ""
+    yield f"{report.ratio:.2f}×", f"as long as the critical path ({length})", ""
     if account is not None and account.memory_bytes:
         yield f"{account.memory_bytes / 2**20:.1f} MiB", "memory beside the weights", ""
 
@@ -345,7 +345,7 @@ def _candidates(report: Report) -> Grid:
             number(c.waits),
             number(c.threads or None),
             number(c.timing.median_us if c.timing else None, ",.1f"),
-            number(100 * c.timing.spread if c.timing and report.account else None, ".0f", " %"),
+            number(100 * c.timing.spread if c.timing and c.timing.has_spread else None, ".0f", " %"),
             number(c.error, ".1e"),
             number(c.memory_bytes / 2**20 if c.memory_bytes else None, ".1f"),
             word(c.note),
