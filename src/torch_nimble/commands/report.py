@@ -69,8 +69,8 @@ def _of_graph(wanted: Wanted, console: Console) -> Report:
         made.graph,
         made.plan,
         timeline=made.gpu.timeline(made.graph, made.plan),
-        device=f"{made.gpu.name}, estimated",
-        notes=(sentence(made.gpu.account()),),
+        device=f"{made.gpu.name.upper()}, estimated",
+        notes=(f"{sentence(made.gpu.account())}.",),
         simulated=made.candidates,
         inputs=made.inputs,
     )
