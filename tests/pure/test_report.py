@@ -133,6 +133,7 @@ def test_nothing_is_nothing() -> None:
         ("aten._to_copy.default", "memory"),
         ("aten.embedding.default", "memory"),
         ("channels_last", "memory"),
+        ("readable", "memory"),
         ("triton_poi_fused_convolution_relu_3", "elementwise"),
         ("triton_poi_fused_cat_12", "memory"),
         ("triton_poi_fused_max_pool2d_with_indices_1", "pooling"),

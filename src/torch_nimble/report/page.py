@@ -21,8 +21,8 @@ from torch_nimble.report.kinds import KINDS
 from torch_nimble.report.tasks import TaskView, task_views
 
 _HOW = {
-    "measured": "Measured: one real pass over the plan on made-up inputs (of several, the one that took "
-    "most nearly as long as a call), the start and end of each task noted where it ran. Noting takes a "
+    "measured": "Measured: when each task began and ended where it ran, in one real pass over the plan "
+    "on made-up inputs: of several passes, the one whose time is nearest to a call's. Noting takes a "
     "little time itself.",
     "simulated": "Simulated: each task takes the time it took by itself, begins as soon as the plan "
     "lets it, and slows no other task down.",
