@@ -69,8 +69,8 @@ def page_of(report: Report) -> str:
 
 
 _GRAPH = (
-    "Each task as far to the right as tasks come before it, one after another. Along a lane tasks "
-    "follow each other; curves are waits, the only other order there is."
+    "Each task stands as far to the right as the longest row of tasks that must come before it. Along a "
+    "lane tasks follow each other; curves are waits, the only other order there is."
 )
 _TASKS = (
     "A click on a row shows its task in the timeline, and so does Enter; arrow keys go from row to row "
@@ -82,6 +82,7 @@ _FLOOR = (
     "hand to each other may stay in the cache and does not count. Under launches is what as many of the "
     "shortest kernels take, whatever they do."
 )
+_NO_FLOOR = "No floor (the least time that such work could take) is shown"
 _CANDIDATES = (
     "Plans that were compared with eager and raced on this machine, in interleaved rounds; the fastest "
     "was chosen, and of two that are equally fast the one with fewer streams."
@@ -254,8 +255,8 @@ def _about_kinds(report: Report) -> str:
         return _FLOOR
     if report.times == "measured":
         device = f" ({report.device})" if report.device else ""
-        return f"No floor is shown, since the rates of this device{device} are not known."
-    said = f"No floor is shown, since times are {report.times}, not measured."
+        return f"{_NO_FLOOR}, since the rates of this device{device} are not known."
+    said = f"{_NO_FLOOR}, since times are {report.times}, not measured."
     return f"{said} {_BY_THEMSELVES}" if report.times == "estimated" else said
 
 
