@@ -18,6 +18,7 @@ from rich.logging import RichHandler
 
 import torch_nimble
 from torch_nimble.commands.files import check_writable, writing
+from torch_nimble.commands.loading import load_torch
 from torch_nimble.errors import NimbleError
 
 app = typer.Typer(
@@ -97,6 +98,7 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     """Plan, prepare, check and time NASNet-A mobile against eager PyTorch."""
+    load_torch()
     from torch_nimble.commands.demo import run_demo
 
     account = run_demo(network, rounds, Console(stderr=as_json, highlight=False), device)
@@ -236,6 +238,7 @@ def bench(
         if as_json:
             typer.echo(json.dumps({"written": [str(path) for path in made]}, indent=1))
         return
+    load_torch()
     from torch_nimble.bench import runner, suites
 
     cases = suites.cases_of(
@@ -280,6 +283,7 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Show versions and devices, what will be used, and what is missing."""
+    load_torch()
     from torch_nimble.commands.doctor import examine, show
 
     findings = examine()
@@ -295,7 +299,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):  # a terminal that has no µ gets a question mark
             stream.reconfigure(errors="replace")
     try:
-        app()
+        app(prog_name="torch-nimble")  # also as `python -m torch_nimble`, where completion is asked for
     except NimbleError as error:
         Console(stderr=True, highlight=False).print(
             f"error: {error}", style="red", markup=False, soft_wrap=True

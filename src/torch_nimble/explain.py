@@ -234,7 +234,9 @@ class Explanation:
                 parts += map(Text, _left_out(len(rows) - _KERNELS_IN_TEXT))
             parts += map(Text, _preparation_lines(account))
         for fallback in self.fallbacks:
-            parts.append(Text(f"{fallback.calls} calls ran eagerly: {fallback.reason}", style="yellow"))
+            parts.append(
+                Text(f"{_calls(fallback.calls)} ran eagerly: {fallback.reason}", style="yellow")
+            )
             parts.append(Text(f"  {fallback.remedy}"))
         for refusal in self.refusals:
             parts.append(Text(f"{_calls(refusal.calls)} ended with {refusal.error}", style="yellow"))
@@ -370,7 +372,7 @@ def _cells(c: Candidate, is_chosen: bool) -> dict[str, str]:
         "threads": str(c.threads),
         "memory": f"{c.memory_bytes / 2**20:.0f} MiB",
         "median": _time(timing.median_us) if timing else "–",
-        "spread": f"{timing.spread:.0%}" if timing and len(timing.rounds_s) > 2 else "–",
+        "spread": f"{timing.spread:.0%}" if timing and timing.has_spread else "–",
         "error": f"{c.error:.1e}" if c.error is not None else "–",
         "note": c.note,
     }

@@ -33,10 +33,10 @@ class Fallbacks:
         seen.calls += 1
         if seen.calls > 1:
             return
-        log.info("%s runs eagerly: %s. %s", name, reason, remedy)
+        log.info("%s runs eagerly: %s; %s", name, reason, remedy)
         if warn:
             warnings.warn(
-                f"{name} runs eagerly: {reason}. {remedy}",
+                f"{name} runs eagerly: {reason}; {remedy}",
                 NimbleWarning,
                 stacklevel=level_of_caller(),
             )

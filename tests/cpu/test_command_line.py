@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from torch_nimble.cli import app
+from torch_nimble.commands.loading import ctrl_c_held
 from torch_nimble.errors import OptionError
 
 RUN = [sys.executable, "-m", "torch_nimble"]
@@ -94,6 +95,51 @@ def test_ctrl_c_leaves_no_traceback() -> None:
     _, said = started.communicate(timeout=60)
     assert started.returncode == 130
     assert "Traceback" not in said
+
+
+def press_when(module: str, sitting: Path) -> dict[str, str]:
+    """An environment in which Ctrl-C is pressed when a module is imported, by code that swallows it."""
+    sitting.mkdir()
+    (sitting / "sitecustomize.py").write_text(
+        "import signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "class Pressing:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}:\n"
+        "            sys.meta_path.remove(self)\n"
+        "            signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Pressing())\n"
+    )
+    return {"PYTHONPATH": os.pathsep.join([str(sitting), *filter(None, sys.path)])}
+
+
+# Numpy is imported by C++ of torch's, which heeds no interrupt.
+@pytest.mark.parametrize("module", ["typer", "torch", "numpy"])
+@pytest.mark.parametrize("arguments", [["doctor"], ["demo"], ["plan", "googlenet"]], ids=" ".join)
+def test_ctrl_c_is_heeded_while_things_are_loaded(
+    module: str, arguments: list[str], tmp_path: Path
+) -> None:
+    done = run(*arguments, **press_when(module, tmp_path / "site"))
+    assert done.returncode in (130, -signal.SIGINT)  # which shells tell as 130, too
+    assert not done.stdout
+    assert not done.stderr
+
+
+def test_ctrl_c_that_is_ignored_stays_so() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with ctrl_c_held():
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish", "powershell"])
+def test_completion_is_for_the_command_however_it_is_asked_for(shell: str) -> None:
+    done = run("--show-completion", shell, _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+    assert "_TORCH_NIMBLE_COMPLETE" in done.stdout
+    assert "python" not in done.stdout
 
 
 @pytest.mark.parametrize(

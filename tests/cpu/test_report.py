@@ -279,7 +279,7 @@ def test_a_model_is_planned_as_on_a_gpu_that_is_not_here(
     show_plan(made, console)
     shown = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
     assert "not fitted to" in shown
-    assert "Times are those of a cost model" in shown
+    assert "Times come from a cost model of the H200" in shown
     tried = found["candidates"]
     assert len(tried) > 1
     assert [c["name"] for c in tried if c["chosen"]] == [found["planner"]]
@@ -297,7 +297,7 @@ def test_a_model_is_reported_as_on_a_gpu_that_is_not_here(
     files = mine / "page.html", mine / "trace.json"
     wanted = Wanted("mine:many", ["8x8"], "fp16", None, None, *files, "h200")
     said = make_report(wanted, Console(file=io.StringIO()))
-    assert (said["times"], said["device"]) == ("estimated", "h200, estimated")
+    assert (said["times"], said["device"]) == ("estimated", "H200, estimated")
     assert "not fitted to" in said["notes"][0]
     page = files[0].read_text()
     assert "slow each other down" in page

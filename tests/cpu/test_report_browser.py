@@ -279,6 +279,41 @@ def test_two_fingers_zoom_and_one_shows_the_card(open_page: Callable[..., Page])
     assert page.card() == ""
 
 
+def test_the_card_hides_no_lane_and_follows_its_block(open_page: Callable[..., Page]) -> None:
+    page = open_page("small")
+    page.tab.mouse.click(*page.place("stem"))
+    lanes = page.canvas.bounding_box()
+    before = page.tab.locator("#card").bounding_box()
+    assert before["y"] >= lanes["y"] + lanes["height"]
+    page.tab.mouse.click(*page.place("pool"))
+    placed = page.tab.locator("#card").bounding_box()
+    page.tab.evaluate("views[0].look(data.total * 0.2, data.total)")
+    moved = page.tab.locator("#card").bounding_box()
+    assert moved["x"] < placed["x"]
+
+
+def test_labels_stay_in_their_blocks(open_page: Callable[..., Page]) -> None:
+    page = open_page("huge")
+    left_over = page.tab.evaluate("""() => {
+        const view = views[0], { context } = view, found = [], usual = view.paintLabel;
+        view.paintLabel = function (task, left, width, y) {
+            const end = (text, x) => x + context.measureText(text).width;
+            context.fillText = (text, x) => found.push(left + width - end(text, x));
+            usual.call(this, task, left, width, y);
+            delete context.fillText;
+        };
+        for (const task of data.tasks) task.name = "maximum_of_some";
+        for (const part of [16, 64, 256]) {
+            view.view = { from: 0, to: data.total / part };
+            view.paint();
+        }
+        delete view.paintLabel;
+        return found;
+    }""")
+    assert len(left_over) > 20
+    assert min(left_over) >= 0
+
+
 def test_switches_change_what_is_drawn(open_page: Callable[..., Page]) -> None:
     page = open_page("small")
     seen = {page.pixels()}

@@ -133,6 +133,7 @@ def test_nothing_is_nothing() -> None:
         ("aten._to_copy.default", "memory"),
         ("aten.embedding.default", "memory"),
         ("channels_last", "memory"),
+        ("readable", "memory"),
         ("triton_poi_fused_convolution_relu_3", "elementwise"),
         ("triton_poi_fused_cat_12", "memory"),
         ("triton_poi_fused_max_pool2d_with_indices_1", "pooling"),
@@ -350,6 +351,15 @@ def test_a_graph_without_costs_is_counted_in_tasks() -> None:
     assert "each task counts as one" in page_of(report)
 
 
+def test_a_time_of_one_round_has_no_spread_on_the_page() -> None:
+    def shown(rounds: int) -> bool:
+        raced = replace(account().candidates[0], timing=Timing((1e-5,) * rounds))
+        report = replace(made_report(), account=account(candidates=(raced,), chosen="serial"))
+        return "spread" in page_of(report)
+
+    assert [shown(rounds) for rounds in (1, 2, 3)] == [False, False, True]
+
+
 # -------------------------------------------------------------------- explain()
 
 
@@ -371,6 +381,8 @@ def test_every_form_of_an_explanation_says_everything() -> None:
         assert words in " ".join(text.split())
         assert words in data
     assert "8 signatures are [prepared] & <more>" in " ".join(text.split())
+    assert "3 calls ran eagerly" in text
+    assert "1 call ran eagerly" in text
     for state in ("disabled", "closed"):
         said = explanation(**{state: True})
         assert state in str(said)

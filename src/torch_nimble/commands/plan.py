@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from torch_nimble.commands.loading import load_torch
 from torch_nimble.commands.targets import is_graph_file, load_target
 from torch_nimble.errors import OptionError
 from torch_nimble.estimate import Gpu, estimated, fuse, load_gpu
@@ -83,6 +84,7 @@ def make_plan(
         graph = TaskGraph.load(target)
     else:
         with console.status("loading torch and the model"):
+            load_torch()
             from torch_nimble.api import taskgraph
 
             found = load_target(target, inputs, dtype)
@@ -106,6 +108,7 @@ def _plan_for_gpu(
     if is_graph_file(target):
         raise OptionError("--simulate is for networks; a task graph's file has times of its own")
     with console.status("loading torch and the model"):
+        load_torch()
         found = load_target(target, inputs, dtype)
     with console.status(f"capturing {found.name}"):
         graph = estimated(fuse(gpu_taskgraph(found.model, found.args, found.kwargs)), gpu)

@@ -10,6 +10,7 @@ from typing import Any, get_args
 from rich.console import Console
 
 from torch_nimble.commands.files import check_writable, writing
+from torch_nimble.commands.loading import load_torch
 from torch_nimble.commands.plan import make_plan, sentence
 from torch_nimble.commands.targets import device_of, is_graph_file, load_target
 from torch_nimble.errors import OptionError
@@ -68,8 +69,8 @@ def _of_graph(wanted: Wanted, console: Console) -> Report:
         made.graph,
         made.plan,
         timeline=made.gpu.timeline(made.graph, made.plan),
-        device=f"{made.gpu.name}, estimated",
-        notes=(sentence(made.gpu.account()),),
+        device=f"{made.gpu.name.upper()}, estimated",
+        notes=(f"{sentence(made.gpu.account())}.",),
         simulated=made.candidates,
         inputs=made.inputs,
     )
@@ -78,6 +79,7 @@ def _of_graph(wanted: Wanted, console: Console) -> Report:
 def _of_model(wanted: Wanted, console: Console) -> Report:
     """Prepare the model, race it against eager, and run its plan once more to see its times."""
     with console.status("loading torch and the model") as status:
+        load_torch()
         import torch
 
         from torch_nimble.api import compile

@@ -84,11 +84,13 @@ class Gpu:
         worst = max(
             half[f"{which}_worst"] for half in (others, exchanged) for which in ("chosen", "serial")
         )
+        results = others["networks"]
+        networks = {result.split()[0] for result in results}
         return (
-            f"times are those of a cost model of {self.name}; on {len(others['networks'])} networks "
-            f"that it was not fitted to, it is off by {others['chosen_median']:.0%} in the "
-            f"median ({exchanged['chosen_median']:.0%} when fitted to the other half) "
-            f"and by {worst:.0%} at worst"
+            f"times come from a cost model of the {self.name.upper()}; in {len(results)} results of "
+            f"{len(networks)} networks that it was not fitted to, it is off by "
+            f"{others['chosen_median']:.0%} in the median ({exchanged['chosen_median']:.0%} when fitted "
+            f"to the other half) and by {worst:.0%} at worst"
         )
 
     def to_dict(self) -> dict[str, Any]:

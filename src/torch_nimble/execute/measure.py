@@ -45,9 +45,14 @@ class Timing:
         return statistics.median(self.rounds_s) * 1e6
 
     @property
+    def has_spread(self) -> bool:
+        """Whether there are rounds enough to have quartiles."""
+        return len(self.rounds_s) > 2
+
+    @property
     def spread(self) -> float:
-        """Distance between the quartiles over the median."""
-        if len(self.rounds_s) < 3:
+        """Distance between the quartiles over the median; 0 if there are too few rounds."""
+        if not self.has_spread:
             return 0.0
         low, middle, high = statistics.quantiles(self.rounds_s, n=4)
         return (high - low) / middle

@@ -32,7 +32,7 @@ _REDUCTION = re.compile(
 _MEMORY = re.compile(
     r"(^|_)(cat|stack|copy|clone|pad|index|gather|scatter|embedding|slice|select|split|unbind|chunk|fill"
     r"|zero|zeros|ones|full|arange|empty|contiguous|roll|flip|expand|repeat|permute|transpose|view|reshape"
-    r"|constant|upsample|unfold|im2col|channels_last|with_strides|tril|triu)(_|$)"
+    r"|constant|upsample|unfold|im2col|channels_last|readable|with_strides|tril|triu)(_|$)"
 )
 _ELEMENTWISE = re.compile(
     r"(^|_)(add|sub|rsub|mul|div|addcmul|addcdiv|lerp|pow|sqrt|rsqrt|square|reciprocal|neg|abs|sign|exp|expm1"

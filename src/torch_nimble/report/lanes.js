@@ -106,6 +106,7 @@ class Lanes {
     const start = Math.max(0, Math.min(total - span, centre - span / 2));
     this.view = { from: start, to: start + span };
     this.draw();
+    if (this.focus !== null) this.onLook?.();
   }
 
   fit() { this.look(0, this.axis.total); }
@@ -333,9 +334,12 @@ class Lanes {
   }
 
   paintLabel(task, left, width, y) {
-    const { context } = this, most = Math.floor((width - 8) / 6.2);
+    const { context } = this, room = width - 8;
+    let { name } = task, most = Math.min(name.length, Math.ceil(room / 4));
+    if (most < name.length) name = `${name.slice(0, most)}…`;
+    while (most > 1 && context.measureText(name).width > room) name = `${task.name.slice(0, --most)}…`;
     context.fillStyle = this.inks[task.kind];
-    context.fillText(task.name.length > most ? `${task.name.slice(0, most - 1)}…` : task.name, left + 4, y);
+    context.fillText(name, left + 4, y);
   }
 
   // A wait as a curve from the end of one block to the start of another.
@@ -410,6 +414,7 @@ class Lanes {
   spot() {
     const box = this.canvas.getBoundingClientRect(), task = this.data.tasks[this.focus];
     const left = Math.max(this.gutter, Math.min(this.width, this.x(this.axis.start(task))));
-    return { x: box.left + left, top: box.top + AXIS + task.lane * this.row, bottom: box.top + AXIS + (task.lane + 1) * this.row };
+    const top = box.top + AXIS + task.lane * this.row;
+    return { x: box.left + left, top, bottom: top + this.row, end: box.bottom };
   }
 }

@@ -21,8 +21,8 @@ from torch_nimble.report.kinds import KINDS
 from torch_nimble.report.tasks import TaskView, task_views
 
 _HOW = {
-    "measured": "Measured: one real pass over the plan on made-up inputs (of several, the one that took "
-    "most nearly as long as a call), the start and end of each task noted where it ran. Noting takes a "
+    "measured": "Measured: when each task began and ended where it ran, in one real pass over the plan "
+    "on made-up inputs: of several passes, the one whose time is nearest to a call's. Noting takes a "
     "little time itself.",
     "simulated": "Simulated: each task takes the time it took by itself, begins as soon as the plan "
     "lets it, and slows no other task down.",
@@ -69,8 +69,8 @@ def page_of(report: Report) -> str:
 
 
 _GRAPH = (
-    "Each task as far to the right as tasks come before it, one after another. Along a lane tasks "
-    "follow each other; curves are waits, the only other order there is."
+    "Each task stands as far to the right as the longest row of tasks that must come before it. Along a "
+    "lane tasks follow each other; curves are waits, the only other order there is."
 )
 _TASKS = (
     "A click on a row shows its task in the timeline, and so does Enter; arrow keys go from row to row "
@@ -82,6 +82,7 @@ _FLOOR = (
     "hand to each other may stay in the cache and does not count. Under launches is what as many of the "
     "shortest kernels take, whatever they do."
 )
+_NO_FLOOR = "No floor (the least time that such work could take) is shown"
 _CANDIDATES = (
     "Plans that were compared with eager and raced on this machine, in interleaved rounds; the fastest "
     "was chosen, and of two that are equally fast the one with fewer streams."
@@ -138,9 +139,9 @@ def _tiles(report: Report) -> Iterable[tuple[str, str, str]]:
     plan, waits = report.plan, report.plan.waits
     text = f"streams with {len(plan.launches)} tasks and {waits} wait{'s' * (waits != 1)}"
     yield str(plan.streams), text.replace("streams", "stream", plan.streams == 1), ""
-    yield f"{report.idle:.0%}", "of the streams' time no task runs", ""
+    yield f"{report.idle:.0%}", "of the streams' time is idle", ""
     length = _amount(report.longest[0], report.unit)
-    yield f"{report.ratio:.2f}×", f"the critical path, {length}, is what the timeline takes", ""
+    yield f"{report.ratio:.2f}×", f"as long as the critical path ({length})", ""
     if account is not None and account.memory_bytes:
         yield f"{account.memory_bytes / 2**20:.1f} MiB", "memory beside the weights", ""
 
@@ -254,8 +255,8 @@ def _about_kinds(report: Report) -> str:
         return _FLOOR
     if report.times == "measured":
         device = f" ({report.device})" if report.device else ""
-        return f"No floor is shown, since the rates of this device{device} are not known."
-    said = f"No floor is shown, since times are {report.times}, not measured."
+        return f"{_NO_FLOOR}, since the rates of this device{device} are not known."
+    said = f"{_NO_FLOOR}, since times are {report.times}, not measured."
     return f"{said} {_BY_THEMSELVES}" if report.times == "estimated" else said
 
 
@@ -345,7 +346,7 @@ def _candidates(report: Report) -> Grid:
             number(c.waits),
             number(c.threads or None),
             number(c.timing.median_us if c.timing else None, ",.1f"),
-            number(100 * c.timing.spread if c.timing and report.account else None, ".0f", " %"),
+            number(100 * c.timing.spread if c.timing and c.timing.has_spread else None, ".0f", " %"),
             number(c.error, ".1e"),
             number(c.memory_bytes / 2**20 if c.memory_bytes else None, ".1f"),
             word(c.note),

@@ -61,18 +61,22 @@ function fillCard(task) {
   card.lastElementChild.replaceChildren(element("h3", task.name), about, list);
 }
 
-// Below the block, or above it where there is no room; on narrow screens the style puts it at the bottom.
+// Below the lanes if these end soon, so that none is hidden, or below the block, or above it where there is
+// no room; on narrow screens the style puts it at the bottom.
 function placeCard(lanes) {
-  const { x, top, bottom } = lanes.spot();
-  const below = bottom + 10 + card.offsetHeight < innerHeight;
+  const { x, top, bottom, end } = lanes.spot(), room = innerHeight - card.offsetHeight;
+  const below = [end - bottom < 150 ? end + 6 : bottom + 10, bottom + 10].find((place) => place < room);
   card.style.left = `${Math.max(8, Math.min(x, innerWidth - card.offsetWidth - 8))}px`;
-  card.style.top = `${below ? bottom + 10 : Math.max(8, top - 10 - card.offsetHeight)}px`;
+  card.style.top = `${below ?? Math.max(8, top - 10 - card.offsetHeight)}px`;
 }
+
+let pointed; // the lanes whose block has the card
 
 function onFocus(lanes, focused) {
   card.hidden = focused === null;
   for (const other of views) if (other !== lanes) other.set(focused, { pinned: false, quiet: true });
   if (focused === null) return;
+  pointed = lanes;
   fillCard(data.tasks[focused]);
   placeCard(lanes);
 }
@@ -88,6 +92,7 @@ addEventListener("scroll", () => { if (!card.hidden && innerWidth > 900) forget(
 const views = [...document.querySelectorAll(".view")].map((box) => {
   const lanes = new Lanes(box.querySelector("canvas"), data, AXES[box.dataset.view], onFocus);
   lanes.onChoose = showRow;
+  lanes.onLook = () => { if (lanes === pointed && !card.hidden) placeCard(lanes); };
   const zooms = { in: () => lanes.zoom(1.6), out: () => lanes.zoom(1 / 1.6), fit: () => lanes.fit() };
   for (const button of box.querySelectorAll("[data-zoom]")) button.addEventListener("click", zooms[button.dataset.zoom]);
   for (const input of box.querySelectorAll("input")) {
