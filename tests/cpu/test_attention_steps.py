@@ -20,6 +20,7 @@ from torch_nimble.kernels.heads import Attention
 from torch_nimble.kernels.sites import LIBRARY
 from torch_nimble.lower.passes import select
 from torch_nimble.lower.passes.attentions import find_attentions
+from torch_nimble.lower.passes.layers import find_sites
 from torch_nimble.zoo.libraries import import_torchvision
 
 KEEP = torch.ones(6, 6).tril().bool()
@@ -81,6 +82,11 @@ def in_windows(scores: Tensor) -> Tensor:
     return apart.view(-1, 2, 6, 6)
 
 
+def written_around(m: Any, x: Tensor) -> Tensor:
+    """As activations in place elsewhere in a network do."""
+    return (steps()(m, (x * 2).relu_()) + x).relu_()
+
+
 def wide(scores: Tensor) -> Tensor:
     return scores.to(torch.float32)
 
@@ -103,6 +109,7 @@ OURS: dict[str, tuple[Forward, str]] = {
         "added",
     ),
     "softmax in float32": (steps(wide, lambda shares: shares.to(torch.float32)), ""),
+    "activations in place around": (written_around, ""),
     "dropout that drops nothing": (steps(settle=lambda shares: F.dropout(shares, 0.5, False)), ""),
 }
 
@@ -129,7 +136,24 @@ def written(m: Any, x: Tensor) -> Tensor:
     return back((q @ k.mT).mul_(0.5).softmax(-1) @ v)
 
 
+def queries_written(m: Any, x: Tensor) -> Tensor:
+    rows = x + 0
+    shares = (heads(rows) @ heads(x).mT).softmax(-1)
+    rows.zero_()
+    return back(shares @ heads(x + 1))
+
+
+def keys_written(m: Any, x: Tensor) -> Tensor:
+    """After they were multiplied with a number, and by another name."""
+    rows = x + 0
+    q, k, v = heads(x), heads(rows) * 0.5, heads(x + 1)
+    rows.zero_()
+    return back((q @ k.mT).softmax(-1) @ v)
+
+
 LEFT: dict[str, Forward] = {
+    "queries that are written on the way": queries_written,
+    "keys that are written on the way": keys_written,
     "shares that are read": read_elsewhere,
     "products that are read": products_elsewhere,
     "softmax over queries": queries_first,
@@ -171,6 +195,30 @@ def test_other_steps_are_left_to_torch(name: str) -> None:
     graph, sites = rewritten(LEFT[name])
     assert sites == []
     assert ours_in(graph) == 0
+
+
+def test_what_is_found_is_there_when_layers_beside_it_have_been_replaced() -> None:
+    """What is written in place is what a layer has made, and is not told from others afterwards."""
+
+    class Beside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = parts(x)
+            scores = q @ k.mT
+            beside = F.hardtanh(self.linear(x), -0.5, 0.5, inplace=True)
+            return back(scores.softmax(-1) @ v) + beside
+
+    model = Beside().eval()
+    captured, x = captured_of(model, rows()), rows(1)
+    graph, names = passed(captured)
+    (found,), (layer,) = find_attentions(graph), find_sites(graph, names)
+    chosen = {str(found.site): CONFIG, str(layer.site): "linear-ieee/16/16/16/4/3/1"}
+    assert select.use_kernels(graph, names, chosen) == dict.fromkeys(chosen, 1)
+    made = Rewritten(captured, graph, [], {}).run(x.clone())
+    torch.testing.assert_close(made, as_list(eager(model, x.clone())))
 
 
 def test_what_is_copied_query_by_query_is_made_so() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import fx
 from torch_nimble.kernels.attending import attention, attention_of
 from torch_nimble.kernels.heads import Attention
 from torch_nimble.kernels.sites import DTYPES, LIBRARY, MOST_NUMBERS
-from torch_nimble.lower.passes.guard import writes_values
+from torch_nimble.lower.passes.layers import Writes
 from torch_nimble.lower.passes.steps import Steps, Term, lies_by_query, of_windows, steps_at
 
 _aten = torch.ops.aten
@@ -60,13 +60,28 @@ def drop_mask(node: fx.Node) -> None:
 
 
 def find_attentions(graph: fx.Graph) -> list[FoundAttention]:
-    """All that our kernel could carry out."""
-    nodes = graph.find_nodes(op="call_function", target=ATTENTION)
-    found = [one for node in nodes if (one := _found(node)) is not None]
-    if not writes_values(graph):  # what is read on the way could be written in between
-        written = [steps for node in graph.nodes if (steps := steps_at(node)) is not None]
-        found += [one for steps in written if (one := _in_steps(steps)) is not None]
-    return found
+    """All that our kernel could carry out.
+
+    What is read on the way of steps will be read at their end, and nobody may write in between.
+    """
+    writes = Writes(graph)
+    return [
+        found
+        for found in _attentions(graph)
+        if not (found.site.in_steps and writes.between(min(found.rows[:2]), found.last))
+    ]
+
+
+def _attentions(graph: fx.Graph) -> Iterator[FoundAttention]:
+    for node in graph.find_nodes(op="call_function", target=ATTENTION):
+        found = _found(node)
+        if found is not None:
+            yield found
+    for node in graph.nodes:
+        steps = steps_at(node)
+        found = None if steps is None else _in_steps(steps)
+        if found is not None:
+            yield found
 
 
 def _found(node: fx.Node) -> FoundAttention | None:
@@ -144,13 +159,18 @@ def _reach(tensor: torch.Tensor) -> int:
     return max(tensor.numel(), 1 + sum((size - 1) * step for size, step in steps))
 
 
-def use_attention(graph: fx.Graph, chosen: Mapping[str, str]) -> dict[str, int]:
-    """Put our operator where a config was chosen, by the text of the site; how often for each."""
+def use_attention(
+    graph: fx.Graph, chosen: Mapping[str, str], ends: Collection[fx.Node]
+) -> dict[str, int]:
+    """Put our operator where a config was chosen, by the text of the site; how often for each.
+
+    `ends` are those of what was found before anything else was replaced: what writes is known there.
+    """
     counts: dict[str, int] = {}
     instead: dict[fx.Node, fx.Node] = {}  # one may attend to what another gives
-    for found in find_attentions(graph):
+    for found in list(_attentions(graph)):
         name, last = str(found.site), found.last
-        if chosen.get(name, LIBRARY) == LIBRARY:
+        if chosen.get(name, LIBRARY) == LIBRARY or last not in ends:
             continue
         with graph.inserting_before(last):
             made = instead[last] = _put(graph, found, chosen[name], instead)

@@ -13,7 +13,7 @@ from torch import fx
 
 from torch_nimble.kernels.operator import convolve, lay_out
 from torch_nimble.kernels.sites import LIBRARY, MERGED, OF_ROWS, Way
-from torch_nimble.lower.passes.attentions import use_attention
+from torch_nimble.lower.passes.attentions import find_attentions, use_attention
 from torch_nimble.lower.passes.layers import Found, find_sites, put
 from torch_nimble.lower.passes.layout import channels_last, contiguous, readable, reshape
 from torch_nimble.lower.passes.together import find_siblings, merge
@@ -25,6 +25,7 @@ def use_kernels(graph: fx.Graph, constants: frozenset[str], chosen: Mapping[str,
     counts: dict[str, int] = {}
     instead: dict[fx.Node, fx.Node] = {}
     sites = find_sites(graph, constants)
+    attentions = frozenset(found.last for found in find_attentions(graph))
     for group in find_siblings(graph, sites):
         name = str(group.siblings)
         if chosen.get(name) == MERGED:
@@ -36,7 +37,7 @@ def use_kernels(graph: fx.Graph, constants: frozenset[str], chosen: Mapping[str,
         if chosen.get(site, LIBRARY) != LIBRARY:
             instead[found.nodes[-1]] = _replace(graph, found, chosen[site], instead)
             counts[site] = counts.get(site, 0) + 1
-    return counts | use_attention(graph, chosen)
+    return counts | use_attention(graph, chosen, attentions)
 
 
 def _replace(graph: fx.Graph, found: Found, config: str, instead: Mapping[fx.Node, fx.Node]) -> fx.Node:
