@@ -106,7 +106,10 @@ def check_attention(
 def check_odd(
     odd: Odd, dtype: torch.dtype, device: str, allowed: float, every: int = 1, tf32: bool = False
 ) -> None:
-    """As torch adds masks, in float32: what it makes of rows in half precision depends on its kernel."""
+    """As torch adds masks, in float32: what it makes of rows in half precision depends on its kernel.
+
+    In steps a large number is added in the dtype of the products, though.
+    """
     generator = torch.Generator().manual_seed(1)
     queries, keys, values = (torch.randn(1, 2, 20, 16, generator=generator).to(dtype) for _ in range(3))
     mask: Tensor = torch.zeros(20, 20, dtype=dtype)
@@ -135,7 +138,7 @@ def check_odd(
     more = torch.where(mask, 0.0, float("-inf")) if shows else mask.float()
     is_hidden = (products + more == float("-inf")).all(-1, keepdim=True)
     by_torch = (products + more).softmax(-1).masked_fill(is_hidden, 0.0)
-    stepped = products.masked_fill(~mask, float("-inf")) if shows else products + more
+    stepped = products.masked_fill(~mask, float("-inf")) if shows else added_in_steps(products, mask)
     given = [tensor.to(device) for tensor in (queries, keys, values, mask)]
     for in_steps, shares in ((False, by_torch), (True, stepped.softmax(-1))):
         wanted = shares.double() @ values.double()
@@ -144,6 +147,13 @@ def check_odd(
             assert torch.equal(found.isnan(), wanted.isnan()), (config, in_steps)
             error = (found - wanted).nan_to_num(0.0).norm()
             assert error <= allowed * wanted.nan_to_num(0.0).norm(), (config, error)
+
+
+def added_in_steps(products: Tensor, mask: Tensor) -> Tensor:
+    """With a mask of half precision, sums that are no fractions there are rounded to that."""
+    whole = {torch.float16: 1024.0, torch.bfloat16: 128.0}.get(mask.dtype, float("inf"))
+    made = products + mask
+    return torch.where(mask.abs() < whole, made, made.to(mask.dtype).to(made.dtype))
 
 
 def attend(
@@ -164,7 +174,8 @@ def attend(
         products = scale * (queries.double() @ keys.double().mT)
         if mask is not None:
             hides = mask.dtype == torch.bool
-            products = products.masked_fill(~mask, float("-inf")) if hides else products + mask
+            hidden = products.masked_fill(~mask, float("-inf")) if hides else products
+            products = hidden if hides else added_in_steps(products, mask)
         made = products.softmax(-1) @ values.double()
         return result_like(queries, by_query).copy_(made)
     made = F.scaled_dot_product_attention(

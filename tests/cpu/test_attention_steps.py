@@ -307,6 +307,39 @@ def test_half_precision_may_widen_for_softmax() -> None:
     assert found.scale == 0.5
 
 
+@pytest.mark.parametrize(("widened", "count"), [(False, 1), (True, 0)])
+def test_queries_that_half_precision_hides_all_keys_from_see_what_eager_sees(
+    widened: bool, count: int
+) -> None:
+    """All keys alike, for their products are lost beside the least number; not so in float32.
+
+    With a bias below that it is minus infinity in float16, of which nothing is a number.
+    """
+    least = torch.zeros(6, 6).half()
+    least[2] = torch.finfo(torch.float16).min
+    bias = torch.zeros(6, 6).half()
+    bias[3] = -40
+    for masks in ([least], [least, bias], [bias, least.flip(0)]):
+
+        def forward(m: Any, x: Tensor, masks: list[Tensor] = masks) -> Tensor:
+            q, k, v = parts(x.half())
+            scores = q @ k.mT
+            scores = scores.float() if widened else scores
+            for mask in masks:
+                scores = scores + mask
+            return back(scores.softmax(-1).half() @ v).float()
+
+        model = Model(forward).eval()
+        captured, x = captured_of(model, rows()), rows(1)
+        graph, names = passed(captured)
+        found = find_attentions(graph)
+        assert len(found) == count
+        select.use_kernels(graph, names, {str(one.site): CONFIG for one in found})
+        made = Rewritten(captured, graph, [], {}).run(x.clone())
+        wanted = as_list(eager(model, x.clone()))
+        torch.testing.assert_close(made, wanted, rtol=5e-3, atol=5e-3, equal_nan=True)
+
+
 def test_a_dropout_that_drops_is_left_to_torch() -> None:
     graph = fx.Graph()
     values = {"q": heads(rows()), "k": heads(rows()).mT}

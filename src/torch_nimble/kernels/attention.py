@@ -7,7 +7,9 @@ and values once, which is nothing at these sizes; what counts is how many steps 
 
 As in torch, a query that sees no key gets zeros, a key that a mask hides has minus infinity added to its
 product, and what is not a number stays so. Where a model computes attention in steps, minus infinity
-takes the place of the product, and of such a query nothing is a number.
+takes the place of the product, and of such a query nothing is a number. Steps of half precision cannot
+tell products apart to which a large number was added: a query all of whose keys have the least number
+sees them all alike, and does so here.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from torch_nimble.kernels.sites import Way
 
 _LOG2_E = math.log2(math.e)
 """Powers of two are what processors make."""
+_WHOLE = {"float16": 1024.0, "bfloat16": 128.0}
+"""From there on, numbers lie one apart, or further."""
 
 
 def launch_of(site: Attention, way: Way) -> Launch:
@@ -40,6 +44,7 @@ def launch_of(site: Attention, way: Way) -> Launch:
         "IN_STEPS": site.in_steps,
         "OF_PRODUCTS": factors[0],
         "OF_SCORES": factors[1],
+        "WHOLE": _WHOLE.get(site.dtype, 0.0) if site.in_steps else 0.0,
         "PRECISION": way.precision if site.dtype == "float32" else "ieee",
         "ROWS": rows,
         "COLUMNS": columns,
@@ -83,6 +88,7 @@ def _attention(  # type: ignore[no-untyped-def]
     IN_STEPS: tl.constexpr,
     OF_PRODUCTS: tl.constexpr,
     OF_SCORES: tl.constexpr,
+    WHOLE: tl.constexpr,
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -127,7 +133,11 @@ def _attention(  # type: ignore[no-untyped-def]
                 else:
                     score += tl.where(is_shown, 0.0, float("-inf"))
             else:
-                score += tl.load(mask + of_mask, mask=seen, other=0.0).to(tl.float32)
+                term = tl.load(mask + of_mask, mask=seen, other=0.0).to(tl.float32)
+                score += term
+                if WHOLE > 0:
+                    rounded = score.to(out.dtype.element_ty).to(tl.float32)
+                    score = tl.where((term > -WHOLE) & (term < WHOLE), score, rounded)
         score = tl.where(seen, score, float("-inf"))
         larger = tl.maximum(largest, tl.max(score, axis=1))
         # Of a query that has seen nothing yet all shares are zero.

@@ -167,11 +167,13 @@ def _sum(
     """Products and a mask, whichever of the two comes first."""
     if node.kwargs or len(_args(node)) != 2 or not all(isinstance(arg, fx.Node) for arg in _args(node)):
         return None
-    shape = _value(node).shape
+    made = _value(node)
     for source, mask in (_args(node), _args(node)[::-1]):
-        if _value(source).shape == shape and source is not mask:
+        if _value(source).shape == made.shape and source is not mask:
             found = scores_of(source)
-            if found is not None and found.hidden is None:
+            # Masks are added to each other first, and large ones to products in their own dtype.
+            is_as_exact = _value(mask).dtype == made.dtype
+            if found is not None and found.hidden is None and is_as_exact:
                 return replace(found, terms=(*found.terms, Term(mask, windows)))
     return None
 
