@@ -98,12 +98,13 @@ class Engine(ModelProxy, PlanCache):
         with written_back(given, tensors):
             return call(structure, tensors)
 
-    def _call(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Any:
+    def _call(self, structure: Node, tensors: Sequence[torch.Tensor], *, padded: bool = False) -> Any:
         prepared = self._plan_for(structure, tensors)
         if prepared is None:
             return self._eager(structure, tensors)
         result = prepared.run(tensors)
-        self._remember(prepared, structure, tensors)
+        if not padded:  # such a batch has the long way before it in any case
+            self._remember(prepared, structure, tensors)
         return result
 
     def _remember(self, prepared: Prepared, structure: Node, tensors: Sequence[torch.Tensor]) -> None:
@@ -151,7 +152,7 @@ class Engine(ModelProxy, PlanCache):
                 "leave batch_sizes out for this model",
             )
             return self._eager(structure, tensors)
-        return batching.cut(self._call(structure, padded), target, size)
+        return batching.cut(self._call(structure, padded, padded=True), target, size)
 
     def _padding(
         self,
@@ -189,7 +190,7 @@ class Engine(ModelProxy, PlanCache):
             return
         with generators_kept():
             results = [
-                batching.cut(self._call(structure, probe), target, size)
+                batching.cut(self._call(structure, probe, padded=True), target, size)
                 for probe in batching.probes(tensors, size, target)
             ]
         with generators_kept():

@@ -114,3 +114,16 @@ def test_results_stay_what_they_were(model: nn.Module) -> None:
         assert fast._quick is not None
         for x, result in zip(xs, results, strict=True):
             assert_close(result, eager(model, x))
+
+
+def test_batches_that_are_padded_leave_it_to_those_that_are_not(model: nn.Module) -> None:
+    whole, short = torch.randn(4, 4), torch.randn(3, 4)
+    with nimble.compile(model, (whole,), batch_sizes=[4]) as fast:
+        fast(short)
+        assert fast._quick is None
+        fast(whole)
+        quick = fast._quick
+        assert quick is not None
+        assert_close(fast(short), eager(model, short))
+        assert fast._quick is quick
+        assert_close(quick((whole,), {}), eager(model, whole))
