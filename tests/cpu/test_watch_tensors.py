@@ -152,6 +152,13 @@ def test_a_compiler_may_be_given_with_arguments(monkeypatch: pytest.MonkeyPatch)
     assert tensors.by_compiled_code()
 
 
+@has_compiler
+@pytest.mark.usefixtures("_anew")
+def test_the_loop_is_found_whatever_the_default_device_is() -> None:
+    with torch.device("meta"):
+        assert tensors.by_compiled_code()
+
+
 @pytest.mark.usefixtures("_anew")
 @pytest.mark.parametrize(
     ("name", "instead", "said"),

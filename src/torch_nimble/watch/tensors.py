@@ -138,8 +138,8 @@ def _place(function: Any) -> int:
 def _tells(native: _Native) -> bool:
     """Whether a write and other memory are noticed, and nothing else."""
     with torch.inference_mode(False), torch.no_grad():
-        written, moved, free = (torch.zeros(2) for _ in range(3))
-        changes = (lambda: written.add_(1), lambda: setattr(moved, "data", torch.ones(2)))
+        written, moved, free, other = (torch.zeros(2, device="cpu") for _ in range(4))
+        changes = (lambda: written.add_(1), lambda: setattr(moved, "data", other))
         for change in changes:
             untouched = _Looped([written, moved, free], [written, moved], native).untouched
             free.add_(1)
