@@ -20,6 +20,7 @@ DEVICE = torch.device("cuda", 0)
 def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(loading.inductor, "know_compiler", lambda: None)
+    monkeypatch.setattr(loading, "by_compiled_code", lambda: True)
     loading._load_once.cache_clear()
     yield
     loading._load_once.cache_clear()
@@ -37,6 +38,17 @@ def test_they_are_loaded_at_the_same_time_and_once(monkeypatch: pytest.MonkeyPat
         with libraries_loading(DEVICE):
             meanwhile.set()
         assert loaded == [DEVICE]
+
+
+def test_none_of_them_waits_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is there only when all have begun."""
+    together = threading.Barrier(3, timeout=10)
+    monkeypatch.setattr(loading, "_use_cudnn", lambda device: together.wait())
+    monkeypatch.setattr(loading.inductor, "know_compiler", together.wait)
+    monkeypatch.setattr(loading, "by_compiled_code", together.wait)
+    with libraries_loading(DEVICE):
+        pass
+    assert not together.broken
 
 
 @pytest.mark.parametrize(

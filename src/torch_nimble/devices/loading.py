@@ -1,7 +1,7 @@
 """What takes long to load: cuDNN when it is first used, modules of Inductor, and Triton by itself.
 
 Before it looks up a kernel, Triton reads all of its own files. None of the three needs the others, nor
-the loop that looks at weights, which has to be compiled.
+the loop that looks at weights, which has to be compiled: each has a thread.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -23,23 +23,26 @@ log = logging.getLogger("torch_nimble")
 
 @contextlib.contextmanager
 def libraries_loading(device: torch.device) -> Iterator[None]:
-    """Load cuDNN and what Triton is, once in a process, beside what is done inside."""
-    thread = threading.Thread(target=_load_once, args=(device,), name="torch-nimble loading")
-    thread.start()
+    """Load these once in a process, at the same time and beside what is done inside."""
+    threads = [
+        threading.Thread(target=_load_once, args=(load, device), name=f"torch-nimble {load.__name__}")
+        for load in (_use_cudnn, _know_compiler, _compile_loop)
+    ]
+    for thread in threads:
+        thread.start()
     try:
         yield
     finally:
-        thread.join()
+        for thread in threads:
+            thread.join()
 
 
 @functools.cache
-def _load_once(device: torch.device) -> None:
+def _load_once(load: Callable[[torch.device], None], device: torch.device) -> None:
     try:
         with torch.cuda.device(device), torch.no_grad():
-            by_compiled_code()
-            _use_cudnn(device)
-            inductor.know_compiler()
-    except Exception as reason:  # whoever needs them will meet it again, and can say so
+            load(device)
+    except Exception as reason:  # whoever needs it will meet it again, and can say so
         log.info("libraries could not be loaded beforehand: %s", reason)
 
 
@@ -52,3 +55,11 @@ def _use_cudnn(device: torch.device) -> None:
         for side in (3, 1):
             F.conv2d(image, image.new_zeros(8, 8, side, side))
     stream.synchronize()
+
+
+def _know_compiler(_: torch.device) -> None:
+    inductor.know_compiler()
+
+
+def _compile_loop(_: torch.device) -> None:
+    by_compiled_code()
