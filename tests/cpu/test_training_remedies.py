@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import torch_nimble as nimble
 from cpu.helpers import assert_equal, snapshot
-from cpu.training_parts import Twins, mlp, momentum, mse, rows, sgd
+from cpu.training_parts import MakeOptimizer, Twins, adam, mlp, momentum, mse, rows, sgd
 
 MASK = nn.Transformer.generate_square_subsequent_mask(5)
 FULL = torch.zeros(5, 5)
@@ -151,12 +152,42 @@ def test_sparse_tensors_beside_the_model_are_refused() -> None:
         step(*rows())
 
 
-@pytest.mark.parametrize("options", [{"check_finite": True}, {"clip_norm": 1.0}])
-def test_sparse_gradients_that_are_looked_at_are_refused(options: dict[str, Any]) -> None:
-    model = nn.Embedding(9, 4, sparse=True)
-    step = nimble.compile_step(lambda m, t: m(t).square().mean(), model, sgd(model), **options)
-    with pytest.raises(nimble.CaptureError, match="use sparse=False"):
+class Rows(nn.Module):
+    """Looks rows up itself, so that no module tells that the gradient will be sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(9, 4))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return F.embedding(rows, self.weight, sparse=True)
+
+
+SPARSE: dict[str, tuple[MakeOptimizer, dict[str, Any]]] = {
+    "looked at": (sgd, {"check_finite": True}),
+    "clipped": (sgd, {"clip_norm": 1.0}),
+    "kept": (sgd, {"keep_grads": True}),
+    "for further batches": (sgd, {"accumulate": 2}),
+    "momentum": (momentum, {}),
+    "weight decay": (partial(sgd, weight_decay=0.1), {}),
+    "Adam": (adam, {}),
+}
+
+
+@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("make", [partial(nn.Embedding, 9, 4, sparse=True), Rows])
+def test_sparse_gradients_that_are_more_than_subtracted_are_refused(
+    name: str, make: Callable[[], nn.Module]
+) -> None:
+    make_optimizer, options = SPARSE[name]
+    model = make()
+    before = snapshot(model)
+    step = nimble.compile_step(
+        lambda m, t: m(t).square().mean(), model, make_optimizer(model), **options
+    )
+    with pytest.raises(nimble.CaptureError, match=r"gradient of 'weight' is sparse.*use sparse=False"):
         step(torch.tensor([1, 2]))
+    assert_equal(snapshot(model), before)
 
 
 def test_parameters_without_a_shape_are_refused() -> None:

@@ -39,7 +39,7 @@ from torch_nimble.errors import CaptureError, InputError
 from torch_nimble.lower.observe import draws_random
 from torch_nimble.training.callee import StepCallee, described_tensor
 from torch_nimble.training.rules import Rule
-from torch_nimble.training.state import CountsApartError, refuse_sparse_gradients
+from torch_nimble.training.state import CountsApartError
 from torch_nimble.training.whole import (
     BEGINNING,
     Phase,
@@ -181,8 +181,7 @@ class StepAdapter:
         self._refuse_gradients(others, found[len(leaves) :])
         gradients = {n: g for n, g in zip(leaves, found, strict=False) if g is not None}
         self.updated = frozenset(gradients)
-        if step.keeps_gradients or not self.updates:
-            refuse_sparse_gradients(step.model)
+        self._refuse_sparse(gradients)
         new = aside | {f"model.{name}": value for name, value in (buffers | leaves).items()}
         with torch.no_grad():
             new |= step.infinite(self._phase, loss, state)
@@ -223,6 +222,21 @@ class StepAdapter:
                 "the model; if not, set requires_grad_(False), use torch.no_grad(), or call the other "
                 "network with detached parameters (torch.func.functional_call)"
             )
+
+    def _refuse_sparse(self, gradients: Tensors) -> None:
+        """CaptureError for gradients that are wanted as the parameters lie."""
+        step = self._step
+        are_used = step.may_skip or step.clip_norm is not None or step.keeps_gradients
+        for member in step.state.members:
+            found = gradients.get(member.name)
+            if found is None or found.layout is torch.strided:
+                continue
+            if are_used or not self.updates or not step.takes_sparse(member):
+                raise CaptureError(
+                    f"the gradient of {member.name!r} is sparse, which cannot be kept for this "
+                    "optimizer, for keep_grads or for further batches, nor be clipped or looked at; use "
+                    "sparse=False, or SGD without momentum, weight decay and these"
+                )
 
     def _update_only(self, state: Tensors, own: Tensors) -> dict[str, torch.Tensor]:
         """The rest of a step whose gradients are there already."""
@@ -378,6 +392,7 @@ class StepAdapter:
             state |= step.infinite(self._phase, loss, state)
             with gradients_kept(self._others(seen).values()):
                 step.weighed(loss, state.get("scaler._scale")).backward()  # type: ignore[no-untyped-call]
+            self._refuse_sparse({n: p.grad for n, p in trained.items() if p.grad is not None})
             with torch.no_grad():
                 results, assigned = assignments.settle(results)
                 self.assigned |= assigned

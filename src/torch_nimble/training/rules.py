@@ -43,6 +43,10 @@ class Rule(ABC):
     def state(self, group: Group) -> tuple[str, ...]:
         """The tensors kept for a parameter, by torch.optim's names; all begin as zeros of its shape."""
 
+    def takes_sparse(self, group: Group) -> bool:
+        """Whether a gradient may be sparse: nothing dense is made of it, and nothing kept."""
+        return False
+
     def once(self, now: Tensors, step: torch.Tensor) -> dict[str, torch.Tensor]:
         """What a step's numbers come to for all parameters alike; steps are counted from 1."""
         return {}
@@ -66,6 +70,9 @@ class Sgd(Rule):
 
     def state(self, group: Group) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
+
+    def takes_sparse(self, group: Group) -> bool:
+        return not group["momentum"] and not group["weight_decay"]
 
     def update(
         self, parameter: torch.Tensor, gradient: torch.Tensor, state: Tensors, now: Tensors, group: Group

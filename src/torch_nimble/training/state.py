@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from torch_nimble.capture import Source
-from torch_nimble.errors import CaptureError, InputError
+from torch_nimble.errors import InputError
 from torch_nimble.training.rules import Rule, hook_tables, oddities
 from torch_nimble.training.scaling import Scaling
 
@@ -433,14 +433,3 @@ def _members(
             alike = index, parameter.requires_grad, _count(optimizer, parameter), parts.get(name)
             counter = counters.setdefault(alike, len(counters))
             yield Member(name, parameter, index, counter, model.get_submodule(path)._parameters, key)
-
-
-def refuse_sparse_gradients(model: nn.Module) -> None:
-    """CaptureError for gradients that cannot be kept as the parameters lie."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise CaptureError(
-                f"{name or 'the model'} is an {type(module).__name__} with sparse=True, whose gradient "
-                "cannot be kept for this optimizer, for keep_grads or for further batches, nor be "
-                "clipped or looked at; use sparse=False, or SGD without these"
-            )

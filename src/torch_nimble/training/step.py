@@ -29,7 +29,7 @@ from torch_nimble.training.settings import (
     refuse_hooks,
     refuse_shared_memory,
 )
-from torch_nimble.training.state import CountsApartError, StepState, refuse_sparse_gradients
+from torch_nimble.training.state import CountsApartError, StepState
 from torch_nimble.training.whole import Phase, Step, finish, kept_aside, to_put_back
 from torch_nimble.tree import Node, flatten_inputs, unflatten_inputs
 from torch_nimble.watch.dicts import Tables
@@ -314,8 +314,6 @@ class TrainingStep(PlanCache):
     def _adapter(self, structure: Node, signature: Signature) -> StepAdapter:
         assert isinstance(self._callee, StepCallee)
         self._callee.refuse_sparse_beside()
-        if self._step.may_skip or self._step.clip_norm is not None:
-            refuse_sparse_gradients(self.model)
         phase = self._phase()
         trained = self._trained if phase == "update" else frozenset()
         made = StepAdapter(self._callee, self._step, structure, signature.autocast, phase, trained)

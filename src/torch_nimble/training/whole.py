@@ -13,7 +13,7 @@ from torch import nn
 from torch_nimble.errors import InputError
 from torch_nimble.training.rules import Rule
 from torch_nimble.training.scaling import Scaling
-from torch_nimble.training.state import StepState
+from torch_nimble.training.state import Member, StepState
 from torch_nimble.tree import flatten_output, unflatten_output
 
 LossFunction = Callable[..., Any]
@@ -43,6 +43,10 @@ class Step:
     def may_skip(self) -> bool:
         """Whether a step is left out where its gradients are not finite."""
         return self.scaling is not None or self.checks_finite
+
+    def takes_sparse(self, member: Member) -> bool:
+        """Whether the update of a parameter may have a sparse gradient."""
+        return self.rule is not None and self.rule.takes_sparse(self.state.group(member))
 
     def losses(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, Any]:
         """The loss and whatever else the caller's function returns."""
