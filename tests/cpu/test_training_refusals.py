@@ -303,7 +303,9 @@ def test_wrong_arguments_are_named() -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
-@pytest.mark.parametrize("kind", ["parameter", "accumulated", "module", "module, before"])
+@pytest.mark.parametrize(
+    "kind", ["parameter", "accumulated", "module", "module, before", "all modules", "all, before"]
+)
 def test_hooks_that_a_plan_would_not_call_are_refused(kind: str, steps: int) -> None:
     model = mlp()
     step = nimble.compile_step(mse, model, momentum(model))
@@ -314,13 +316,17 @@ def test_hooks_that_a_plan_would_not_call_are_refused(kind: str, steps: int) -> 
         "accumulated": model[0].weight.register_post_accumulate_grad_hook,
         "module": model[0].register_full_backward_hook,
         "module, before": model[0].register_full_backward_pre_hook,
+        "all modules": nn.modules.module.register_module_full_backward_hook,
+        "all, before": nn.modules.module.register_module_full_backward_pre_hook,
     }
     handle = hooks[kind](lambda *_: None)
     before = snapshot(model)
-    with pytest.raises(nimble.CaptureError, match="hooks"):
-        step(*rows())
+    try:
+        with pytest.raises(nimble.CaptureError, match="hooks"):
+            step(*rows())
+    finally:
+        handle.remove()
     assert_equal(snapshot(model), before)
-    handle.remove()
     step(*rows())
 
 

@@ -275,6 +275,20 @@ def test_training_and_evaluation_mode_between_steps() -> None:
         twins.check_training([text(i) for i in range(3)])
 
 
+def test_hooks_of_all_modules_are_called_from_the_next_step_on() -> None:
+    def doubled(module: nn.Module, given: Any, result: torch.Tensor) -> torch.Tensor:
+        return result * 2 if isinstance(module, nn.Tanh) else result
+
+    twins = Twins(mlp(), momentum)
+    twins.train(batches(2))
+    handle = nn.modules.module.register_module_forward_hook(doubled)
+    try:
+        twins.train(batches(2))
+    finally:
+        handle.remove()
+    twins.check_training(batches(2))
+
+
 def test_weights_that_were_given_other_memory() -> None:
     twins = Twins(mlp(), momentum)
     twins.train(batches(2))

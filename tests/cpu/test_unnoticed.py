@@ -782,3 +782,16 @@ def test_other_results_are_of_the_kind_that_they_were(function: Callable[[Tensor
             found, expected = fast(x), function(x)
             assert type(found) is type(expected)
             assert str(found) == str(expected)
+
+
+def test_hooks_of_all_modules_are_called_from_the_next_call_on() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 4)
+    fast = nimble.compile(model, args=(x,))
+    handle = nn.modules.module.register_module_forward_pre_hook(lambda module, given: (given[0] * 2,))
+    try:
+        with pytest.warns(nimble.NimbleWarning, match="eager"):  # torch.export leaves them out
+            assert_close(fast(x), model(x))
+    finally:
+        handle.remove()
+    assert_close(fast(x), model(x))
+    fast.close()

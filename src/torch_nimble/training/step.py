@@ -23,6 +23,7 @@ from torch_nimble.training.parallel import Processes
 from torch_nimble.training.rules import rule_of
 from torch_nimble.training.scaling import Scaling
 from torch_nimble.training.settings import (
+    ALL_BACKWARD_HOOKS,
     HookWatch,
     Settings,
     check_settings,
@@ -361,12 +362,10 @@ class TrainingStep(PlanCache):
                 module._parameters,
                 module._buffers,
                 module._modules,
-                module._forward_hooks,
-                module._forward_pre_hooks,
                 module._backward_hooks,
                 module._backward_pre_hooks,
             )
-        ] + self._modules_watch.contents.tables
+        ] + [*self._modules_watch.hooks, *ALL_BACKWARD_HOOKS, *self._modules_watch.contents.tables]
 
     def _look_at_all(self) -> None:
         """Forget all plans if more than values has changed.

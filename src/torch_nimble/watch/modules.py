@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from torch_nimble.capture import MODEL_LOCK, Assigned
 from torch_nimble.watch.contents import Contents, described, is_value, own_attributes, same_value
@@ -37,7 +38,9 @@ class ModuleWatch:
         self._sizes = list(map(len, self._tables))
         self._values, self._objects = self._attributes(is_value), self._attributes(_is_object)
         self.contents = Contents.among(self.modules)
-        self._hooks = [hooks for m in self.modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self.hooks = [hooks for m in self.modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self.hooks += [_global_forward_hooks, _global_forward_pre_hooks]
+        """What is called before and after these modules, or all that there are."""
         self._hooked = self._hooked_now()
         self._first: tuple[dict[str, Any], str] | None = None
         self.look_for_devices()
@@ -69,7 +72,7 @@ class ModuleWatch:
 
     def _hooked_now(self) -> list[Any]:
         """All hooks, in their order."""
-        return list(chain.from_iterable(map(dict.values, self._hooks))) if any(self._hooks) else []
+        return list(chain.from_iterable(map(dict.values, self.hooks))) if any(self.hooks) else []
 
     def unchanged(self) -> bool:
         """Whether the model still consists of the same modules with the same attributes and hooks."""
@@ -123,7 +126,7 @@ class Tripwire:
         self.modules = modules
         inner = [t for m in modules.modules for t in (m._parameters, m._buffers, m._modules)]
         self._contents = modules.contents
-        self._tables = Tables([*modules._tables, *modules._hooks, *inner, *self._contents.tables])
+        self._tables = Tables([*modules._tables, *modules.hooks, *inner, *self._contents.tables])
 
     def untouched(self) -> bool:
         """Whether no attribute, entry, hook or container is another."""
