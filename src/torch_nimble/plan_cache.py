@@ -244,6 +244,8 @@ class PlanCache(ABC):
     ) -> NoReturn:
         """Raise for a model that could not be captured; InputError if eager refuses the inputs too."""
         reason = self._why_refused(adapter, tensors)
+        if isinstance(reason, NimbleError):
+            raise reason from error
         if reason is not None:
             raise refused_by_model(self._callee.name, tensors, reason) from reason
         raise error

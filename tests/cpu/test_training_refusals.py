@@ -132,10 +132,22 @@ def refused(
         assert torch.equal(torch.get_rng_state(), drawn)
 
 
+def as_a_number(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
+    return float(mse(model, x, y).detach())
+
+
+def backward_too(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    loss = mse(model, x, y)
+    loss.backward(retain_graph=True)
+    return loss
+
+
 def test_losses_that_are_none() -> None:
     refused(nimble.InputError, r"one element.*\(6, 2\).*mean", lambda m, x, y: m(x) - y)
     refused(nimble.InputError, "does not depend", lambda m, x, y: mse(m, x, y).detach())
-    refused(nimble.InputError, "not float", lambda m, x, y: 1.0)
+    refused(nimble.InputError, "^the loss must be a tensor of one element, not float", as_a_number)
+    refused(nimble.InputError, "^the loss must be a tensor of one element, not tuple", lambda *_: ())
+    refused(nimble.InputError, r"leave its backward\(\) to the step", backward_too)
     refused(nimble.InputError, "not NoneType", lambda m, x, y: None)
     refused(nimble.InputError, "not dict", lambda m, x, y: {"loss": mse(m, x, y)})
 
@@ -293,13 +305,14 @@ def test_optimizers_and_options_that_make_no_sense() -> None:
         nimble.compile_step(wrong, model, sgd(model))
 
 
-def test_wrong_arguments_are_named() -> None:
+def test_wrong_arguments_are_named(caplog: pytest.LogCaptureFixture) -> None:
     model = mlp()
     step = nimble.compile_step(mse, model, sgd(model))
     with pytest.raises(nimble.InputError, match="wrong arguments"):
         step(rows()[0])
     with pytest.raises(nimble.InputError, match="itself refuses"):
         step(torch.ones(2, 3).double(), rows()[1])
+    assert "Traceback" not in caplog.text  # of tensors without values, by torch's own log
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])

@@ -96,6 +96,12 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str, Loss, Loss | None]] = {
         lambda m, x: torch.linalg.cholesky(matrix(m)).sum(),
         lambda m, x: torch.linalg.cholesky_ex(matrix(m))[0].sum(),
     ),
+    "tolist": (
+        linear,
+        r"Return the tensor, and call tolist\(\) outside",
+        lambda m, x: m(x).square().mean() * (1.0 if x.tolist() else 0.0),
+        lambda m, x: m(x).square().mean(),
+    ),
     "momentum=None": (normed, "Give it a momentum", lambda m, x: m(x).square().mean(), None),
     "lengths": (
         linear,

@@ -57,6 +57,12 @@ _KNOWN = (
         "the layer the padded batch, and take the last step of each row by an index or a mask",
     ),
     (
+        "_subclasses/functional_tensor.py",
+        "tolist",
+        "tolist() makes Python numbers of values that a plan does not have yet. Return the tensor, and "
+        "call tolist() outside",
+    ),
+    (
         "_higher_order_ops/effects.py",
         "handle_effects",
         "torch.linalg looks whether the matrices are valid. Take the function that does not look: "

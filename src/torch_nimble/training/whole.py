@@ -15,6 +15,7 @@ from torch_nimble.training.rules import Rule
 from torch_nimble.training.scaling import Scaling
 from torch_nimble.training.state import Member, StepState
 from torch_nimble.tree import flatten_output, unflatten_output
+from torch_nimble.watch.modules import are_the_same
 
 LossFunction = Callable[..., Any]
 Phase = Literal["", "first batch", "further batch", "last batch", "update"]
@@ -50,8 +51,14 @@ class Step:
 
     def losses(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, Any]:
         """The loss and whatever else the caller's function returns."""
+        before = [parameter.grad for parameter in self.model.parameters()]
         result = self.loss_fn(self.model, *args, **kwargs)
-        loss, *rest = result if isinstance(result, tuple) else (result,)
+        if not are_the_same(before, [parameter.grad for parameter in self.model.parameters()]):
+            raise InputError(
+                "the loss function left gradients in the model's parameters; return the loss, and leave "
+                "its backward() to the step"
+            )
+        loss, *rest = result if isinstance(result, tuple) and result else (result,)
         if not isinstance(loss, torch.Tensor):
             raise InputError(f"the loss must be a tensor of one element, not {type(loss).__name__}")
         if loss.numel() != 1:

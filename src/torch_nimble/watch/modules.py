@@ -176,6 +176,6 @@ def _is_object(value: Any) -> bool:
     return not is_value(value)
 
 
-def are_the_same(held: list[Any], now: list[Any]) -> bool:
+def are_the_same(held: Sequence[Any], now: Sequence[Any]) -> bool:
     """Whether these are the same objects in the same order."""
     return len(held) == len(now) and all(map(operator.is_, held, now))
