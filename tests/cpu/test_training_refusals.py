@@ -315,6 +315,22 @@ def test_wrong_arguments_are_named(caplog: pytest.LogCaptureFixture) -> None:
     assert "Traceback" not in caplog.text  # of tensors without values, by torch's own log
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+def test_looking_for_nan_in_each_gradient_is_refused(steps: int) -> None:
+    model = mlp()
+    step = nimble.compile_step(mse, model, momentum(model))
+    for _ in range(steps):
+        step(*rows())
+    before = snapshot(model)
+    with torch.autograd.set_detect_anomaly(True):
+        with pytest.raises(nimble.StateError, match="use check_finite=True"):
+            step(*rows())
+        with pytest.raises(nimble.StateError, match="use check_finite=True"):
+            step.prepare(args=rows())
+    assert_equal(snapshot(model), before)
+    step(*rows())
+
+
 @pytest.mark.parametrize("steps", [0, 1, 3])
 @pytest.mark.parametrize(
     "kind", ["parameter", "accumulated", "module", "module, before", "all modules", "all, before"]

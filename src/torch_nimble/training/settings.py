@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from torch_nimble.capture.callee import refuse_compiled
-from torch_nimble.errors import CaptureError, InputError, OptionError
+from torch_nimble.errors import CaptureError, InputError, OptionError, StateError
 
 ALL_BACKWARD_HOOKS: tuple[dict[int, Any], ...] = (_global_backward_hooks, _global_backward_pre_hooks)
 """Backward hooks of all modules there are."""
@@ -96,6 +96,16 @@ def refuse_shared_memory(model: nn.Module) -> None:
                     "let both modules have the same Parameter object"
                 )
         others.append((begin, end, name, tensor.requires_grad))
+
+
+def refuse_anomaly_detection() -> None:
+    """StateError if torch is to look at every gradient as it is made."""
+    if torch.is_anomaly_enabled():
+        raise StateError(
+            "torch.autograd.set_detect_anomaly() looks for NaN after each operator of backward, which a "
+            "plan does not; switch it off and use check_finite=True, or call the loss function and "
+            "backward() yourself"
+        )
 
 
 class HookWatch:

@@ -27,6 +27,7 @@ from torch_nimble.training.settings import (
     HookWatch,
     Settings,
     check_settings,
+    refuse_anomaly_detection,
     refuse_hooks,
     refuse_shared_memory,
 )
@@ -123,6 +124,7 @@ class TrainingStep(PlanCache):
         if self._disabled:
             self._follow_kinds()
             return self._eager(structure, tensors)
+        refuse_anomaly_detection()
         last = self._last.get(self._part()) if self._follow() else None
         quickly = None if last is None else last.plan_for(structure, tensors)
         prepared = quickly or self._prepared.get(self._signature(structure, tensors))
@@ -227,6 +229,7 @@ class TrainingStep(PlanCache):
         tensors, structure = flatten_inputs(*as_arguments(args, kwargs))
         tensors = check_tensors(structure, tensors)
         if not self._disabled:
+            refuse_anomaly_detection()
             with self._lock:
                 self._follow()
                 self._follow_kinds()
