@@ -135,8 +135,8 @@ class StepAdapter:
             raise explain_failure(self.callee, reason) from reason
         if checkpoints and any(draws_random(n.target, n.args, n.kwargs) for n in module.graph.nodes):
             raise CaptureError(
-                "the model uses activation checkpointing around random numbers (dropout); a step that "
-                "is captured would draw others when it recomputes. Leave checkpointing or dropout out"
+                "the step has activation checkpointing and random numbers (dropout), and a plan would "
+                "draw others when it recomputes. Leave checkpointing or dropout out"
             )
         numbers = [target for target in targets if target.startswith("group.")]
         return as_captured(module, sources, written, numbers, self.output_structure, beside)
