@@ -257,6 +257,22 @@ def test_a_step_whose_gradients_are_not_finite_is_over() -> None:
     assert_equal(snapshot(models[0]), snapshot(models[1]))
 
 
+@pytest.mark.parametrize("size", [6, 3])  # by a plan, and eagerly
+def test_a_step_that_is_not_finite_leaves_the_gradients_that_there_were(size: int) -> None:
+    model = mlp()
+    step = nimble.compile_step(
+        mse, model, adam(model), check_finite=True, keep_grads=True, on_new_shape="eager"
+    )
+    step(*rows())
+    x, y = rows(count=size)
+    before = [torch.ones_like(parameter) for parameter in model.parameters()]
+    for parameter, gradient in zip(model.parameters(), before, strict=True):
+        parameter.grad = gradient
+    with pytest.raises(FloatingPointError):
+        step(x * float("nan"), y)
+    assert all(p.grad is g for p, g in zip(model.parameters(), before, strict=True))
+
+
 def test_an_optimizer_may_keep_gradients() -> None:
     class Optimistic(torch.optim.SGD):
         """Steps by the difference to the gradient before."""

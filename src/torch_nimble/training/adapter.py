@@ -42,6 +42,7 @@ from torch_nimble.training.rules import Rule
 from torch_nimble.training.state import CountsApartError
 from torch_nimble.training.whole import (
     BEGINNING,
+    ENDING,
     Phase,
     Step,
     Tensors,
@@ -94,7 +95,7 @@ class StepAdapter:
     @property
     def updates(self) -> bool:
         """Whether this part makes the update."""
-        return self._phase in ("", "last batch", "update")
+        return self._phase in ENDING
 
     # ------------------------------------------------------------ captured
 

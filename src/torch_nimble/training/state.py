@@ -373,6 +373,11 @@ class StepState:
                 if name in others and others[name].shape == tensor.shape:
                     tensor.copy_(others[name])
 
+    def skipped(self) -> bool:
+        """Whether the last step left the weights alone; waits for the device."""
+        flag = self.signals.get("skipped")
+        return flag is not None and bool(flag)
+
     def settle(self) -> None:
         """Step counts stand where torch.optim would have them; the device is waited for here only."""
         moved = [m for m in self.members if self._is_moved(m)]

@@ -20,6 +20,7 @@ from torch_nimble.signature import Signature, as_arguments, check_tensors, writt
 from torch_nimble.training.adapter import StepAdapter
 from torch_nimble.training.callee import StepCallee
 from torch_nimble.training.parallel import Processes
+from torch_nimble.training.plain import plain_step
 from torch_nimble.training.rules import rule_of
 from torch_nimble.training.scaling import Scaling
 from torch_nimble.training.settings import (
@@ -32,13 +33,11 @@ from torch_nimble.training.settings import (
     refuse_shared_memory,
 )
 from torch_nimble.training.state import CountsApartError, StepState
-from torch_nimble.training.whole import Phase, Step, finish, kept_aside, to_put_back
+from torch_nimble.training.whole import ENDING, Phase, Step
 from torch_nimble.tree import Node, flatten_inputs, unflatten_inputs
 from torch_nimble.watch.dicts import Tables
 from torch_nimble.watch.modules import ModuleWatch
 
-_UPDATING = ("", "last batch", "update")
-"""The parts of a step that end with an update."""
 _OTHER_STATE = "the optimizer, its settings or the parameters that it has were changed"
 
 
@@ -175,20 +174,15 @@ class TrainingStep(PlanCache):
             for parameter in parameters:  # an optimizer may keep them, and ours are written again
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad.clone()
-            if not self._skipped():
+            if not self._step.state.skipped():
                 self.optimizer.step()
         finally:
             if not self._settings.keep_grads:
                 for parameter, gradient in zip(parameters, before, strict=True):
                     parameter.grad = gradient
 
-    def _skipped(self) -> bool:
-        """Whether the last step left the weights alone; waits for the device."""
-        flag = self._step.state.signals.get("skipped")
-        return flag is not None and bool(flag)
-
     def _refuse_infinite(self) -> None:
-        if self._step.checks_finite and self._skipped():
+        if self._step.checks_finite and self._step.state.skipped():
             self._batches = 0  # its step is over
             raise FloatingPointError(
                 "the loss or gradients of this step are not finite; weights, buffers and the "
@@ -237,64 +231,19 @@ class TrainingStep(PlanCache):
                 self._prepare(structure, tensors)
 
     def _eager(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Any:
-        """The same by PyTorch itself; gradients that the caller had are left as they were."""
-        parameters = list(self.model.parameters())
-        before = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
-        kept: dict[torch.Tensor, torch.Tensor | None] = {}
-        try:
-            result = self._eager_from_none(structure, tensors)
-            if self._settings.keep_grads and self._phase() in _UPDATING:
-                kept = {m.parameter: m.parameter.grad for m in self._step.state.members}
-        finally:
-            for parameter, gradient in zip(parameters, before, strict=True):
-                parameter.grad = kept.get(parameter, gradient)
-        return result
-
-    def _eager_from_none(self, structure: Node, tensors: Sequence[torch.Tensor]) -> Any:
-        """A step by PyTorch itself that leaves gradients where there were none."""
-        step, phase = self._step, self._phase()
-        step.state.settle()
+        """The same by PyTorch itself."""
         args, kwargs = unflatten_inputs(structure, self._at_home(tensors))
-        members = [member for member in step.state.members if member.parameter.requires_grad]
-        parameters: dict[str, torch.Tensor] = {member.name: member.parameter for member in members}
-        held = {t: v for t, s in step.state.sources().items() if (v := s.tensor()) is not None}
-        live = dict(held)
-        for target, value in kept_aside(phase, live).items():
-            live[target].copy_(value)
-        before = to_put_back(step, phase, live)
-        result: Any = None
-        if phase != "update":
-            with torch.enable_grad():
-                loss, rest = step.losses(args, kwargs)
-                weighed = step.weighed(loss, live.get("scaler._scale"))
-                weighed.backward()  # type: ignore[no-untyped-call]
-            result = step.results(loss, rest)
-            live |= step.infinite(phase, loss, live)
-        with torch.no_grad():
-            if phase == "update":
-                for name in self._trained:
-                    parameters[name].grad = live[f"sum.{name}"].clone()
-            found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-            self._refuse_other_parts(frozenset(found))
-            if phase in ("further batch", "last batch"):
-                for name, gradient in found.items():
-                    gradient += live[f"sum.{name}"]
-            new = dict(live)
-            if phase in _UPDATING:
-                finish(step, parameters, step.optimizer, new)
-            else:
-                new |= {f"sum.{name}": gradient for name, gradient in found.items()}
-            for target, value in new.items():
-                if value is not held[target]:
-                    held[target].copy_(value)
-            if before and self._skipped():
-                for target, value in before.items():
-                    held[target].copy_(value)
-        if phase in _UPDATING:
-            if step.rule is None and not self._skipped():
-                step.optimizer.step()
+        phase = self._phase()
+        result = plain_step(
+            self._step,
+            phase,
+            self._trained,
+            args,
+            kwargs,
+            keeps_gradients=self._settings.keep_grads,
+            accept=self._refuse_other_parts,
+        )
+        if phase in ENDING:
             self._refuse_infinite()
         return result
 

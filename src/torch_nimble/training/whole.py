@@ -22,6 +22,8 @@ Phase = Literal["", "first batch", "further batch", "last batch", "update"]
 Tensors = Mapping[str, torch.Tensor]
 BEGINNING = ("", "first batch")
 """The parts of a step that begin it."""
+ENDING = ("", "last batch", "update")
+"""The parts of a step that end with an update."""
 
 
 @dataclass(frozen=True, eq=False)
