@@ -31,7 +31,9 @@ from cpu.training_parts import (
     rows,
     sgd,
     text,
+    two_lanes,
 )
+from torch_nimble.training.settings import HookWatch
 
 # ------------------------------------------------------------ other optimizers
 
@@ -347,18 +349,23 @@ def test_looking_for_nan_in_each_gradient_is_refused(steps: int) -> None:
     step(*rows())
 
 
+ON_GRADIENTS = ["parameter", "accumulated", "node", "node, before"]
+OF_MODULES = ["module", "module, before", "all modules", "all, before"]
+
+
 @pytest.mark.parametrize("steps", [0, 1, 3])
-@pytest.mark.parametrize(
-    "kind", ["parameter", "accumulated", "module", "module, before", "all modules", "all, before"]
-)
+@pytest.mark.parametrize("kind", [*ON_GRADIENTS, *OF_MODULES])
 def test_hooks_that_a_plan_would_not_call_are_refused(kind: str, steps: int) -> None:
     model = mlp()
     step = nimble.compile_step(mse, model, momentum(model))
     for _ in range(steps):
         step(*rows())
+    node = torch.autograd.graph.get_gradient_edge(model[0].weight).node
     hooks: dict[str, Any] = {
         "parameter": model[0].weight.register_hook,
         "accumulated": model[0].weight.register_post_accumulate_grad_hook,
+        "node": node.register_hook,
+        "node, before": node.register_prehook,
         "module": model[0].register_full_backward_hook,
         "module, before": model[0].register_full_backward_pre_hook,
         "all modules": nn.modules.module.register_module_full_backward_hook,
@@ -373,6 +380,23 @@ def test_hooks_that_a_plan_would_not_call_are_refused(kind: str, steps: int) -> 
         handle.remove()
     assert_equal(snapshot(model), before)
     step(*rows())
+
+
+def test_nobody_looks_for_hooks_until_somebody_registers_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = [mlp(), mlp()]
+    steps = [nimble.compile_step(mse, model, momentum(model), planner=two_lanes) for model in models]
+    for _ in range(2):
+        for step in steps:
+            step(*rows())
+    looks: list[torch.Tensor] = []
+    monkeypatch.setattr(HookWatch, "has_hooks", looks.append)
+    for step in steps:
+        step(*rows())
+    assert not looks
+    nn.Tanh().register_forward_hook(lambda *_: None)
+    for step in steps:
+        step(*rows())
+    assert len(looks) == 8
 
 
 class Checkpointed(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.module import _global_backward_hooks, _global_backward_pre_hooks
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
@@ -19,8 +19,6 @@ from torch_nimble.errors import CaptureError, InputError, OptionError, StateErro
 
 ALL_BACKWARD_HOOKS: tuple[dict[int, Any], ...] = (_global_backward_hooks, _global_backward_pre_hooks)
 """Backward hooks of all modules there are."""
-_ON_GRADIENT = operator.attrgetter("_backward_hooks")
-_ON_ACCUMULATED = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,24 +113,49 @@ class HookWatch:
     until that has moved.
     """
 
+    _own = 0
+    """Numbers that were used up by looking: whoever looks is not to make the others look, too."""
+
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
         self._none_until = -1
 
     def found(self) -> bool:
         """Whether there are any now."""
-        number = RemovableHandle.next_id
+        number = RemovableHandle.next_id - HookWatch._own
         if number != self._none_until:
-            if any(map(_ON_GRADIENT, self._parameters)) or any(map(_ON_ACCUMULATED, self._parameters)):
+            if any(map(self.has_hooks, self._parameters)):
                 return True
             self._none_until = number
         return False
+
+    @classmethod
+    def has_hooks(cls, parameter: nn.Parameter) -> bool:
+        """Whether its gradient has any, on itself or where autograd adds to it."""
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            return True
+        if not parameter.requires_grad:
+            return False
+        with torch.inference_mode(False):
+            node = get_gradient_edge(parameter).node
+        for register in (node.register_prehook, node.register_hook):
+            handle = register(_nothing)  # nothing else leads to those that there are
+            cls._own += 1
+            hooks = handle.hooks_dict_ref()
+            handle.remove()
+            if hooks:
+                return True
+        return False
+
+
+def _nothing(*gradients: Any) -> None:
+    """A hook."""
 
 
 def refuse_hooks(model: nn.Module) -> None:
     """CaptureError for hooks that autograd would call, and a plan does not."""
     for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        if HookWatch.has_hooks(parameter):
             raise CaptureError(
                 f"the parameter {name!r} has hooks on its gradient, which a plan would not call; remove "
                 "them, and do what they do in the loss function or after the step (keep_grads=True)"
