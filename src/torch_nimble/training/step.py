@@ -361,7 +361,7 @@ class TrainingStep(PlanCache):
         rule, why = rule_of(settings.optimizer)
         if rule is None:
             self._fall_back(
-                f"the update only: {why}",
+                f"the update only, since {why}",
                 "forward and backward run by a plan; SGD, Adam and AdamW would be part of it",
             )
         keeps = settings.keep_grads or rule is None
