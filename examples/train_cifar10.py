@@ -112,9 +112,14 @@ def main() -> None:
         if options.checkpoint is not None:
             parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
             state = {name: part.state_dict() for name, part in parts.items()}
-            torch.save({**state, "epoch": epoch}, options.checkpoint)
+            unfinished = options.checkpoint.with_suffix(".unfinished")
+            torch.save({**state, "epoch": epoch}, unfinished)
+            unfinished.replace(options.checkpoint)  # Ctrl-C leaves the one before or this one
     console.print(step.explain())
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit("stopped; --resume goes on after the epoch of the last checkpoint") from None

@@ -66,16 +66,18 @@ def test_training_that_is_resumed_has_the_curve_of_one_that_was_not(
 def _after_one_epoch(
     example: Path, briefly: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Path:
-    """The checkpoint of a run of two epochs that was stopped after one."""
+    """The checkpoint of a run of two epochs that was stopped while it wrote the second."""
     saved, usual = folder / "first.pt", torch.save
 
-    def save_and_stop(*args: Any) -> None:
-        usual(*args)
-        raise KeyboardInterrupt
+    def save_and_stop(state: Any, place: Path) -> None:
+        if saved.exists():
+            place.write_bytes(b"half of it")
+            raise KeyboardInterrupt
+        usual(state, place)
 
     monkeypatch.setattr(torch, "save", save_and_stop)
     monkeypatch.setattr(sys, "argv", [str(example), *briefly, "--checkpoint", str(saved)])
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(SystemExit, match="stopped; --resume goes on"):
         runpy.run_path(str(example), run_name="__main__")
     monkeypatch.setattr(torch, "save", usual)
     return saved
