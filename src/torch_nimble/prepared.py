@@ -27,6 +27,10 @@ from torch_nimble.tree import Structure, unflatten_output
 from torch_nimble.watch.weights import Watch
 
 
+class GoneError(StateError):
+    """The plan was closed before a call came to its turn: with its engine, or by a changed model."""
+
+
 class Prepared:
     """Runs calls of one signature, one at a time, from any thread."""
 
@@ -71,10 +75,13 @@ class Prepared:
         return self.choice.lowered.graph.draws
 
     def run(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """One call: the result in the model's own structure, its tensors the caller's to keep."""
+        """One call: the result in the model's own structure, its tensors the caller's to keep.
+
+        GoneError if there is no such plan any more; nothing was done then.
+        """
         with self._lock, torch.no_grad(), autocast_off(), self.device.running(), self._in_profiles():
             if self.closed:
-                raise StateError("the engine was closed while this call waited for its turn")
+                raise GoneError("the engine was closed while this call waited for its turn")
             self.calls += 1
             results = self.choice.executable.call(tensors)
         return unflatten_output(self.output_structure, results)
