@@ -167,6 +167,23 @@ def test_a_parameter_whose_module_cannot_be_found_is_refused() -> None:
         nimble.compile(function, (X,))
 
 
+def test_other_code_of_a_function_is_followed() -> None:
+    """As notebooks put it there when a file was changed."""
+
+    def scaled(x: Tensor) -> Tensor:
+        return x * 2
+
+    def more(x: Tensor) -> Tensor:
+        return scaled(x) + 1
+
+    for function in (scaled, more):
+        with nimble.compile(function, (X,)) as fast:
+            for factor in (3, 4):
+                scaled.__code__ = eval(f"lambda x: x * {factor}").__code__
+                for _ in range(2):
+                    same(fast(X), function(X))
+
+
 def test_a_name_of_a_function_that_is_rebound_is_followed() -> None:
     factor = 2.0
     weight = torch.ones(4)

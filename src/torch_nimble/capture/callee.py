@@ -274,6 +274,7 @@ def _used_by(function: types.FunctionType, seen: frozenset[int]) -> Iterator[tup
     if id(function) in seen or (function.__module__ or "").split(".")[0] in _NOT_FOLLOWED:
         return
     seen |= {id(function)}
+    yield f"{function.__name__}.__code__", function.__code__  # notebooks exchange it in place
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield from _held_by(name, cell.cell_contents, seen)
