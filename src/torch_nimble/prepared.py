@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torch_nimble.capture import Traceable, generators_kept
+from torch_nimble.capture import Traceable, copied_as_it_lies, generators_kept
 from torch_nimble.devices import Device
 from torch_nimble.errors import StateError
 from torch_nimble.execute.autocast import autocast_off
@@ -170,7 +170,7 @@ class Prepared:
                 for slot, (_, dtype, _) in zip(self._program.inputs, self.signature.tensors, strict=True)
             ]
             constants = {
-                name: tensor.clone() if name in state else tensor
+                name: copied_as_it_lies(tensor) if name in state else tensor
                 for name, tensor in executable.constants.items()
             }
             timing = next(c.timing for c in self.choice.candidates if c.name == self.choice.chosen)

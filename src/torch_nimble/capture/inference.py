@@ -45,6 +45,7 @@ from torch_nimble.capture.isolation import (
     DataDetached,
     ParametersKnown,
     attributes_kept,
+    copied_as_it_lies,
     refusing_counting,
     replaced,
 )
@@ -297,7 +298,7 @@ class Adapter(nn.Module):
 
         Depthwise convolutions may be done by other kernels of torch's, which are there at once.
         """
-        copies = {name: buffer.clone() for name, buffer in self.named_buffers()}
+        copies = {name: copied_as_it_lies(buffer) for name, buffer in self.named_buffers()}
         if stand_in is not None:
             copies |= {name: stand_in(name, p.detach()) for name, p in self.named_parameters()}
         with torch.no_grad(), self._looking(tensors), replaced(self, copies):

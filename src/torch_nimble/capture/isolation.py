@@ -384,14 +384,22 @@ def examples(tensors: Iterable[torch.Tensor], beside: Iterable[torch.Tensor] = (
         if _may_overlap_itself(tensor):
             made.append(tensor.detach().contiguous())
         elif memory in seen and tensor.numel() > 0:
-            copy = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-            )
-            made.append(copy.copy_(tensor.detach()))
+            made.append(copied_as_it_lies(tensor))
         else:
             made.append(tensor)
         seen.add(memory)
     return made
+
+
+def copied_as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of the same strides, where clone() closes gaps between rows.
+
+    By its layout, code may write to a tensor or to a copy (`x.contiguous()`).
+    """
+    if tensor.layout is not torch.strided or _may_overlap_itself(tensor):
+        return tensor.detach().clone()
+    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor.detach())
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
