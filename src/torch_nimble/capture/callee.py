@@ -256,12 +256,12 @@ def _reachable(target: Any, seen: frozenset[int] = frozenset()) -> Iterator[tupl
         return
     if inspect.ismethod(target):
         yield from _held_by("model", target.__self__, seen)
-        yield from _attributes_used(target.__self__, target.__func__)
+        yield from _attributes_used(target.__self__, target.__func__, seen)
         target = target.__func__
     if not inspect.isfunction(target):
         yield from _held_by("model", target, seen)
         called = inspect.getattr_static(type(target), "__call__", None)
-        yield from _attributes_used(target, called)
+        yield from _attributes_used(target, called, seen)
         target = called
     while inspect.isfunction(target):
         yield from _used_by(target, seen)
@@ -294,17 +294,23 @@ def _used_by(function: types.FunctionType, seen: frozenset[int]) -> Iterator[tup
             yield from _held_by(name, table[key], seen)
 
 
-def _attributes_used(owner: Any, function: Any) -> Iterator[tuple[str, Any]]:
-    """What a method, and others of its object that it calls, read there; modules' are watched anyway."""
+def _attributes_used(owner: Any, function: Any, seen: frozenset[int]) -> Iterator[tuple[str, Any]]:
+    """What a method, and others of its object that it calls, read there; modules' are watched anyway.
+
+    Of functions and classes those that the object itself has, as another may be given to it.
+    """
     if isinstance(owner, nn.Module | type) or not inspect.isfunction(function):
         return
-    tables = [getattr(owner, "__dict__", {}), *map(vars, type(owner).__mro__)]
+    own: dict[str, Any] = getattr(owner, "__dict__", {})
+    tables = [own, *map(vars, type(owner).__mro__)]
     for name in _attributes_read(type(owner), function):  # type: ignore[arg-type]
         value = next((table[name] for table in tables if name in table), None)
         if isinstance(value, types.MemberDescriptorType):  # of an object with slots
             value = getattr(owner, name, None)
         if not isinstance(value, _CODE):
             yield f"self.{name}", value
+        elif name in own and not isinstance(value, nn.Module):
+            yield from _held_by(f"self.{name}", value, seen)
 
 
 @functools.lru_cache
