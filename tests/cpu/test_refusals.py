@@ -258,6 +258,21 @@ def test_state_that_is_not_dense_is_refused(make: Callable[[Tensor], Tensor], la
         nimble.compile(model, (X,))
 
 
+def test_a_model_made_in_inference_mode_is_refused_where_torch_cannot_take_it() -> None:
+    with torch.inference_mode():
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(nimble.InputError, match=r"'0\.weight' was made in .* deep copy of it"):
+        nimble.compile_step(lambda model, x: model(x).sum(), model, optimizer)
+    with pytest.raises(nimble.CaptureError, match=r"'0\.weight' was made in .* requires_grad_\(False\)"):
+        nimble.compile(model, (X,))
+    model.requires_grad_(False)
+    with pytest.raises(nimble.CaptureError, match=r"writes a tensor that was made in .* deep copy"):
+        nimble.compile(model, (X,))
+    with nimble.compile(model.eval(), (X,)) as fast:
+        torch.testing.assert_close(fast(X), model(X))
+
+
 def test_a_model_without_memory_runs_eagerly() -> None:
     model = nn.Linear(3, 3).eval().to("meta")
     with nimble.compile(model) as fast, pytest.warns(nimble.NimbleWarning, match="has no engine"):

@@ -179,6 +179,12 @@ def refuse_unplain_state(callee: Callee) -> None:
                     f"{callee.name} ({callee.location}): {name!r} of a lazy module has no shape yet; "
                     "call the model itself once with such inputs, and then the engine"
                 )
+            if tensor.is_inference() and tensor.requires_grad:
+                raise CaptureError(
+                    f"{callee.name} ({callee.location}): {name!r} was made in torch.inference_mode() "
+                    "and requires grad, which torch cannot trace: call requires_grad_(False) on the "
+                    "model, or make it outside of that mode"
+                )
             if is_traceable_wrapper_subclass(tensor):
                 raise CaptureError(
                     f"{callee.name} ({callee.location}): {name!r} is a {type(tensor).__name__}, which "

@@ -94,6 +94,11 @@ _FOREIGN = (
     "training mode writes its statistics: call eval() on that network, or make it a part of the model"
 )
 
+_INFERENCE = (
+    "it writes a tensor that was made in torch.inference_mode(), such as a statistic of batch norm, and "
+    "torch lets nobody write it elsewhere. Make the model outside of that mode, or compile a deep copy"
+)
+
 
 @contextlib.contextmanager
 def torch_says_nothing() -> Iterator[None]:
@@ -125,6 +130,8 @@ def explain_failure(callee: Callee, reason: BaseException) -> CaptureError:
         return CaptureError(f"cannot capture {callee.name}: at {line}: {_UNSEEN}")
     if isinstance(reason, WrittenError) or "mutating a non-functional tensor" in str(reason):
         return CaptureError(f"cannot capture {callee.name}: at {line}: {_FOREIGN}")
+    if "Inplace update to inference tensor" in str(reason):
+        return CaptureError(f"cannot capture {callee.name}: at {line}: {_INFERENCE}")
     if isinstance(reason, OSError):
         return CaptureError(
             f"cannot capture {callee.name}: a file could not be used: {reason}. If it is none of the "

@@ -374,7 +374,8 @@ def examples(tensors: Iterable[torch.Tensor], beside: Iterable[torch.Tensor] = (
 
     torch.export merges inputs that are the same tensor, and a layout in which elements share an
     address cannot be written to; a later call need not repeat either. Nor need it share memory with
-    what is `beside` the inputs. A parameter is taken for the tensor that it is.
+    what is `beside` the inputs. A parameter is taken for the tensor that it is, and so is a tensor made
+    in inference mode, which torch lets nobody write elsewhere.
     """
     seen = {tensor.untyped_storage().data_ptr() for tensor in beside if _has_memory(tensor)}
     made = []
@@ -383,7 +384,7 @@ def examples(tensors: Iterable[torch.Tensor], beside: Iterable[torch.Tensor] = (
         memory = tensor.untyped_storage().data_ptr()
         if _may_overlap_itself(tensor):
             made.append(tensor.detach().contiguous())
-        elif memory in seen and tensor.numel() > 0:
+        elif (memory in seen and tensor.numel() > 0) or tensor.is_inference():
             made.append(copied_as_it_lies(tensor))
         else:
             made.append(tensor)
