@@ -273,6 +273,23 @@ def test_a_model_made_in_inference_mode_is_refused_where_torch_cannot_take_it() 
         torch.testing.assert_close(fast(X), model(X))
 
 
+@pytest.mark.parametrize("one", ["the tensor itself", "a view", "a parameter"])
+def test_written_buffers_in_one_memory_are_refused_by_name(one: str) -> None:
+    class Sharing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            whole = nn.Parameter(torch.ones(3), requires_grad=False)
+            self.whole = whole if one == "a parameter" else nn.Buffer(whole.data)
+            self.register_buffer("part", self.whole[:2] if one == "a view" else self.whole.data)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.part.add_(x.mean())
+            return self.whole * x
+
+    with pytest.raises(nimble.CaptureError, match="'whole' and 'part' lie in the same memory, and one"):
+        nimble.compile(Sharing(), (X,))
+
+
 def test_a_model_without_memory_runs_eagerly() -> None:
     model = nn.Linear(3, 3).eval().to("meta")
     with nimble.compile(model) as fast, pytest.warns(nimble.NimbleWarning, match="has no engine"):
