@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from torch_nimble.capture import MODEL_LOCK, AutocastState, Callee, Captured, StandIn
-from torch_nimble.capture.failure import explain_failure
+from torch_nimble.capture.failure import explain_failure, torch_says_nothing
 from torch_nimble.capture.filling import FillsAsItLies
 from torch_nimble.capture.generators import refusing_frozen_draws
 from torch_nimble.capture.isolation import (
@@ -124,6 +124,7 @@ class StepAdapter:
                 refusing_counting(self.callee),
                 attributes_kept([self._step.model], self.callee.values),
                 noticing_checkpoints() as checkpoints,
+                torch_says_nothing(),
             ):
                 module = trace(function, [*state, *tensors])
         except (CaptureError, InputError, CountsApartError):
