@@ -32,7 +32,7 @@ from torch_nimble.capture import (
 from torch_nimble.devices import Device, Entry, Executable, RefusedError
 from torch_nimble.errors import CaptureError, InputError
 from torch_nimble.execute.autocast import autocast_off
-from torch_nimble.execute.check import agrees
+from torch_nimble.execute.check import agrees, relative_error
 from torch_nimble.execute.measure import fastest
 from torch_nimble.explain import Candidate, not_tried
 from torch_nimble.folded import FoldedConstants
@@ -257,7 +257,7 @@ def _fill_caches(
     parameters = [p for module in callee.watched for p in module.parameters()]
     kept = attributes_kept(callee.watched, callee.values) if adapter.trains else contextlib.nullcontext()
     copies = list(map(copied_as_it_lies, tensors))
-    versions = [copy._version for copy in copies]
+    before = list(map(_state_of, copies))
     try:
         with (
             generators_kept(callee),
@@ -271,8 +271,20 @@ def _fill_caches(
     except Exception as reason:
         log.debug("the model could not be called before it was captured: %s", reason)
         return (), []
-    written = [i for i, version in enumerate(versions) if copies[i]._version != version]
+    written = [
+        i
+        for i, (copy, state, given) in enumerate(zip(copies, before, tensors, strict=True))
+        if _state_of(copy) != state
+        or not (
+            torch.equal(copy, given) or relative_error(copy, given) == 0.0
+        )  # which NaN is not off by
+    ]
     return results[:1] if adapter.trains else (), written
+
+
+def _state_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Another one where a tensor was written, or has become another, unless by `.data`."""
+    return tensor._version, tensor.data_ptr(), tensor.shape, tensor.dtype
 
 
 def _reference(adapter: Traceable, trial: Trial, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -141,8 +141,14 @@ def written_unsaid(m: Any, x: Tensor) -> Any:
     return doubled_and_written(x) + 1
 
 
-def test_an_input_that_only_eager_writes_is_left_alone_by_preparation() -> None:
-    model, x = Model(written_unsaid).eval(), images()
+def written_past_the_graph(m: Any, x: Tensor) -> Any:
+    x.data = x.data * 2
+    return x + 1
+
+
+@pytest.mark.parametrize("forward", [written_unsaid, written_past_the_graph])
+def test_an_input_that_only_eager_writes_is_left_alone_by_preparation(forward: Forward) -> None:
+    model, x = Model(forward).eval(), images()
     with nimble.compile(model) as fast:
         with pytest.warns(nimble.NimbleWarning, match="input 0 in a way that no graph shows"):
             fast.prepare((x,))
