@@ -273,6 +273,24 @@ def test_a_model_made_in_inference_mode_is_refused_where_torch_cannot_take_it() 
         torch.testing.assert_close(fast(X), model(X))
 
 
+@pytest.mark.parametrize(
+    "function", [lambda x: x.t_() * 2, lambda x: x.resize_(1, 2) + 1, lambda x: x.swapaxes_(0, 1) * 2]
+)
+def test_inputs_that_are_given_another_shape_are_refused(function: Callable[[Tensor], Tensor]) -> None:
+    x = X.clone()
+    with pytest.raises(nimble.CaptureError, match=r"gives an input another shape.*Take the operator"):
+        nimble.compile(function, (x,))
+    assert torch.equal(x, X)
+
+
+@pytest.mark.parametrize(
+    "function", [lambda x: x.tolist(), lambda x: {"a": x.sum().item()}, lambda x: (x, x[0, 0].item())]
+)
+def test_results_that_are_numbers_made_of_tensors_are_refused(function: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(nimble.CaptureError, match=r"is a Python number made from.*return the tensor"):
+        nimble.compile(function, (X,))
+
+
 @pytest.mark.parametrize("one", ["the tensor itself", "a view", "a parameter"])
 def test_written_buffers_in_one_memory_are_refused_by_name(one: str) -> None:
     class Sharing(nn.Module):

@@ -94,6 +94,10 @@ _FOREIGN = (
     "training mode writes its statistics: call eval() on that network, or make it a part of the model"
 )
 
+_RESHAPED = (
+    "it gives an input another shape, other strides or other memory (t_, resize_, set_), which a plan "
+    "does to no tensor of a caller's. Take the operator that returns a tensor (t, reshape)"
+)
 _INFERENCE = (
     "it writes a tensor that was made in torch.inference_mode(), such as a statistic of batch norm, and "
     "torch lets nobody write it elsewhere. Make the model outside of that mode, or compile a deep copy"
@@ -130,6 +134,8 @@ def explain_failure(callee: Callee, reason: BaseException) -> CaptureError:
         return CaptureError(f"cannot capture {callee.name}: at {line}: {_UNSEEN}")
     if isinstance(reason, WrittenError) or "mutating a non-functional tensor" in str(reason):
         return CaptureError(f"cannot capture {callee.name}: at {line}: {_FOREIGN}")
+    if "num_mutated_inp_runtime_indices" in str(reason):
+        return CaptureError(f"cannot capture {callee.name} ({callee.location}): {_RESHAPED}")
     if "Inplace update to inference tensor" in str(reason):
         return CaptureError(f"cannot capture {callee.name}: at {line}: {_INFERENCE}")
     shared = _in_one_memory(callee) if "expected compiled_fn to be GraphModule" in str(reason) else []
