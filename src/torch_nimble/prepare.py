@@ -93,8 +93,9 @@ class MismatchError(RefusedError):
         """Whether all candidates had kernels of ours in them."""
         if has_fast_paths:
             self.remedy += (
-                "; where a mask says that there is padding, torch's transformer layers leave zeros in "
-                "eager: with torch.backends.mha.set_fastpath_enabled(False) they do as a plan does"
+                "; torch's transformer layers have kernels of their own in eager, which leave zeros "
+                "where a mask says that there is padding, and give another dtype under autocast on a "
+                "CPU: with torch.backends.mha.set_fastpath_enabled(False) they do as a plan does"
             )
 
 
@@ -266,6 +267,9 @@ def _fill_caches(
             kept,
         ):
             results, _ = adapter.eager(copies)
+        if has_fast_paths(callee.watched) and not adapter.trains:
+            with generators_kept(callee), values_kept(callee.bound_tensors):
+                adapter.eager(list(map(copied_as_it_lies, tensors)))  # looks whether padding is skipped
     except torch.OutOfMemoryError:
         raise
     except Exception as reason:

@@ -337,6 +337,15 @@ class TestMasks:
             (fallback,) = fast.explain().fallbacks
             assert "no plan agrees" in fallback.reason
 
+    def test_results_have_the_dtype_that_eager_gives_under_autocast(self, model: nn.Module) -> None:
+        x, autocast = torch.randn(3, 5, 8), torch.autocast("cpu", dtype=torch.bfloat16)
+        with torch.no_grad(), autocast, nimble.compile(model.layers[0]) as fast:
+            with pytest.warns(nimble.NimbleWarning, match="another dtype under autocast"):
+                found = fast(x)
+            expected = model.layers[0](x)
+            assert found.dtype is expected.dtype
+            assert_close(found, expected)
+
     def test_a_plan_computes_what_eager_does_without_its_fast_path(
         self, model: nn.Module, mask: Tensor
     ) -> None:

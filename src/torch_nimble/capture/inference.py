@@ -308,10 +308,17 @@ class Adapter(nn.Module):
 
     @contextlib.contextmanager
     def _looking(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Look at what a call does; but only once at a model that gives other results meanwhile."""
+        """Look at what a call does; but only twice at a model that gives other results meanwhile.
+
+        Even to note which operators run changes what autocast does to these layers' kernels.
+        """
         if self._seen.was_looked_at and has_fast_paths([self]):
+            if self._seen.was_padding_looked_for:
+                yield
+                return
             with PaddingSkipped() as padding:
                 yield
+            self._seen.was_padding_looked_for = True
             self._seen.skips_padding |= padding.found
         else:
             with ParametersKnown(self.callee, self.parameters()), DepthwiseByTorch():
@@ -327,6 +334,7 @@ class _Seen:
     assigned = Assigned()
     was_looked_at = False
     writes_by_layout = False
+    was_padding_looked_for = False
     skips_padding = False
 
 
