@@ -348,7 +348,8 @@ def examples(tensors: Iterable[torch.Tensor], beside: Iterable[torch.Tensor] = (
 
     torch.export merges inputs that are the same tensor, and a layout in which elements share an
     address cannot be written to; a later call need not repeat either. Nor need it share memory with
-    what is `beside` the inputs. A parameter is taken for the tensor that it is.
+    what is `beside` the inputs. A parameter is taken for the tensor that it is, and so is a tensor made
+    in inference mode, which torch lets nobody write elsewhere.
     """
     seen = {tensor.untyped_storage().data_ptr() for tensor in beside if _has_memory(tensor)}
     made = []
@@ -357,15 +358,23 @@ def examples(tensors: Iterable[torch.Tensor], beside: Iterable[torch.Tensor] = (
         memory = tensor.untyped_storage().data_ptr()
         if _may_overlap_itself(tensor):
             made.append(tensor.detach().contiguous())
-        elif memory in seen and tensor.numel() > 0:
-            copy = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-            )
-            made.append(copy.copy_(tensor.detach()))
+        elif (memory in seen and tensor.numel() > 0) or tensor.is_inference():
+            made.append(copied_as_it_lies(tensor))
         else:
             made.append(tensor)
         seen.add(memory)
     return made
+
+
+def copied_as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of the same strides, where clone() closes gaps between rows.
+
+    By its layout, code may write to a tensor or to a copy (`x.contiguous()`).
+    """
+    if tensor.layout is not torch.strided or _may_overlap_itself(tensor):
+        return tensor.detach().clone()
+    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor.detach())
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

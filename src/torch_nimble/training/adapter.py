@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from torch_nimble.capture import MODEL_LOCK, AutocastState, Callee, Captured, StandIn
-from torch_nimble.capture.failure import explain_failure
+from torch_nimble.capture.failure import explain_failure, torch_says_nothing
 from torch_nimble.capture.filling import FillsAsItLies
 from torch_nimble.capture.generators import refusing_frozen_draws
 from torch_nimble.capture.isolation import (
@@ -24,6 +24,7 @@ from torch_nimble.capture.isolation import (
     Assignments,
     Others,
     attributes_kept,
+    copied_as_it_lies,
     refusing_counting,
     replaced,
 )
@@ -123,6 +124,7 @@ class StepAdapter:
                 refusing_counting(self.callee),
                 attributes_kept([self._step.model], self.callee.values),
                 noticing_checkpoints() as checkpoints,
+                torch_says_nothing(),
             ):
                 module = trace(function, [*state, *tensors])
         except (CaptureError, InputError, CountsApartError):
@@ -323,7 +325,7 @@ class StepAdapter:
         """
         step = self._step
         held = self.held()
-        after = {t: v.detach().clone() for t, v in held.items()}
+        after = {t: copied_as_it_lies(v) for t, v in held.items()}
         begun: dict[str, torch.Tensor] = {}
         if stand_in is not None:
             begun = {t: stand_in(t, after[t]) for t, v in held.items() if isinstance(v, nn.Parameter)}
