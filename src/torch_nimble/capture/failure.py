@@ -121,23 +121,11 @@ def torch_says_nothing() -> Iterator[None]:
 def explain_failure(callee: Callee, reason: BaseException) -> CaptureError:
     """The error to raise for what torch.export raised."""
     line = _user_line(reason) or callee.location
-    known = _known_cause(reason) if _is_of_values(reason) else ""
-    if known:
-        return CaptureError(f"cannot capture {callee.name}: at {line}: {known}")
-    if "DataDependent" in type(reason).__name__ or "data-dependent" in str(reason):
-        return CaptureError(f"cannot capture {callee.name}: at {line}: {_BRANCH}")
+    cause = _cause(reason)
+    if cause:
+        return CaptureError(f"cannot capture {callee.name}: at {line}: {cause}")
     if "DynamicOutputShape" in type(reason).__name__:
         return CaptureError(f"cannot capture {callee.name}: at {line} ({reason}): {_LENGTHS}")
-    if isinstance(reason, NumberError):
-        return CaptureError(f"cannot capture {callee.name}: at {line}: {_NUMBER}")
-    if isinstance(reason, UnseenError):
-        return CaptureError(f"cannot capture {callee.name}: at {line}: {_UNSEEN}")
-    if isinstance(reason, WrittenError) or "mutating a non-functional tensor" in str(reason):
-        return CaptureError(f"cannot capture {callee.name}: at {line}: {_FOREIGN}")
-    if "num_mutated_inp_runtime_indices" in str(reason):
-        return CaptureError(f"cannot capture {callee.name} ({callee.location}): {_RESHAPED}")
-    if "Inplace update to inference tensor" in str(reason):
-        return CaptureError(f"cannot capture {callee.name}: at {line}: {_INFERENCE}")
     shared = _in_one_memory(callee) if "expected compiled_fn to be GraphModule" in str(reason) else []
     if shared:
         return CaptureError(
@@ -153,6 +141,25 @@ def explain_failure(callee: Callee, reason: BaseException) -> CaptureError:
     return CaptureError(
         f"cannot capture {callee.name}: at {line}: {_said(reason)}. {callee.if_untraceable}"
     )
+
+
+def _cause(reason: BaseException) -> str:
+    """What is wrong with the code, and the remedy, as far as torch's error tells that; else nothing."""
+    said = str(reason)
+    known = _known_cause(reason) if _is_of_values(reason) else ""
+    if known:
+        return known
+    if "DataDependent" in type(reason).__name__ or "data-dependent" in said:
+        return _BRANCH
+    if isinstance(reason, NumberError):
+        return _NUMBER
+    if isinstance(reason, UnseenError):
+        return _UNSEEN
+    if isinstance(reason, WrittenError) or "mutating a non-functional tensor" in said:
+        return _FOREIGN
+    if "num_mutated_inp_runtime_indices" in said:
+        return _RESHAPED
+    return _INFERENCE if "Inplace update to inference tensor" in said else ""
 
 
 def _in_one_memory(callee: Callee) -> list[str]:
