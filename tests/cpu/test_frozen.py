@@ -163,8 +163,22 @@ def test_a_parameter_whose_module_cannot_be_found_is_refused() -> None:
     def function(x: Tensor) -> Tensor:
         return nested["deep"]["er"][0](x)
 
-    with pytest.raises(nimble.CaptureError, match="whose module could not be found"):
+    with pytest.raises(nimble.CaptureError, match=r"could not be found, .*; compile a method of"):
         nimble.compile(function, (X,))
+
+
+def test_a_network_in_a_plain_list_of_a_model_is_refused() -> None:
+    class Listing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = [nn.Linear(4, 4)]
+
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = self.parts[0](x)
+            return made
+
+    with pytest.raises(nimble.CaptureError, match=r"could not be found, .*or an nn\.ModuleList"):
+        nimble.compile(Listing(), (X,))
 
 
 def test_other_code_of_a_function_is_followed() -> None:

@@ -211,10 +211,15 @@ class ParametersKnown(FunctionMode):
     def called(self, func: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]) -> Any:
         for item in _items_of((*args, *named.values())):
             if isinstance(item, nn.Parameter) and id(item) not in self._known:
+                remedy = (
+                    "compile a method of that module, or a function that names the module directly"
+                    if self._callee.module is None
+                    else "keep that module in an attribute or an nn.ModuleList, not in a list or dict"
+                )
                 raise CaptureError(
                     f"{self._callee.name} ({self._callee.location}) uses a parameter of shape "
-                    f"{tuple(item.shape)} whose module could not be found from the function; "
-                    "compile a method of that module, or a function that names the module directly"
+                    f"{tuple(item.shape)} whose module could not be found, so that its changes would "
+                    f"go unseen; {remedy}"
                 )
         if func == _REQUIRES_GRAD and isinstance(args[0], nn.Parameter):
             self._callee.asked[id(args[0])] = args[0]
