@@ -24,7 +24,7 @@ from torch_nimble.errors import InputError, NimbleError, OptionError
 from torch_nimble.options import Options
 from torch_nimble.plan_cache import PlanCache
 from torch_nimble.prepare import Progress
-from torch_nimble.prepared import Prepared
+from torch_nimble.prepared import GoneError, Prepared
 from torch_nimble.proxy import ModelProxy
 from torch_nimble.quick import MISS, QuickCall
 from torch_nimble.signature import Signature, as_arguments, check_tensors, share_memory, written_back
@@ -73,7 +73,12 @@ class Engine(ModelProxy, PlanCache):
             return self._callee(*args, **kwargs)
         self._check_usable()
         try:
-            return self._answer(args, kwargs)
+            while True:
+                try:
+                    return self._answer(args, kwargs)
+                except GoneError:  # another thread has noticed before us that the model was changed
+                    if self._closed:
+                        raise
         except NimbleError as error:
             self._note_refusal(error)
             raise

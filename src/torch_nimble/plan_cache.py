@@ -21,6 +21,7 @@ from torch_nimble.capture import (
     AutocastState,
     Callee,
     Traceable,
+    copied_as_it_lies,
     generators_kept,
     refuse_unplain_state,
     values_kept,
@@ -256,7 +257,7 @@ class PlanCache(ABC):
         callee = adapter.callee
         try:
             with generators_kept(callee), values_kept(callee.bound_tensors), callee.numbers_kept():
-                adapter.eager([tensor.clone() for tensor in tensors], lambda _, p: p.clone())
+                adapter.eager(list(map(copied_as_it_lies, tensors)), lambda _, p: p.clone())
         except CaptureError:
             return None
         except Exception as reason:

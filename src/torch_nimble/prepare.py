@@ -23,6 +23,7 @@ from torch_nimble.capture import (
     ParametersUnwritten,
     Traceable,
     attributes_kept,
+    copied_as_it_lies,
     examples,
     generators_kept,
     has_fast_paths,
@@ -31,7 +32,7 @@ from torch_nimble.capture import (
 from torch_nimble.devices import Device, Entry, Executable, RefusedError
 from torch_nimble.errors import CaptureError, InputError
 from torch_nimble.execute.autocast import autocast_off
-from torch_nimble.execute.check import agrees
+from torch_nimble.execute.check import agrees, relative_error
 from torch_nimble.execute.measure import fastest
 from torch_nimble.explain import Candidate, not_tried
 from torch_nimble.folded import FoldedConstants
@@ -92,8 +93,9 @@ class MismatchError(RefusedError):
         """Whether all candidates had kernels of ours in them."""
         if has_fast_paths:
             self.remedy += (
-                "; where a mask says that there is padding, torch's transformer layers leave zeros in "
-                "eager: with torch.backends.mha.set_fastpath_enabled(False) they do as a plan does"
+                "; torch's transformer layers have kernels of their own in eager, which leave zeros "
+                "where a mask says that there is padding, and give another dtype under autocast on a "
+                "CPU: with torch.backends.mha.set_fastpath_enabled(False) they do as a plan does"
             )
 
 
@@ -144,10 +146,13 @@ def _prepare(
     with stages("load libraries"), no_garbage_collection():
         device.get_ready()
     with stages("run eager"):
-        first = _fill_caches(adapter, tensors)
+        first, written = _fill_caches(adapter, tensors)
     with generators_kept(adapter.callee):
         with stages("capture"), no_garbage_collection():
             captured = device.capture(adapter, tensors)
+        unseen = [i for i in written if captured.inputs[i] not in captured.mutated]
+        if unseen:
+            raise MismatchError(f"eager changes input {unseen[0]} in a way that no graph shows")
         with stages("choose kernels"):
             tuned = device.choose_kernels(captured, options, notes, stages.within("choose kernels"))
         with stages("lower"):
@@ -238,16 +243,22 @@ def _casts_of(node: fx.Node, depth: int = 3) -> Iterator[torch.Tensor]:
             yield from _casts_of(user, depth - 1)
 
 
-def _fill_caches(adapter: Traceable, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def _fill_caches(
+    adapter: Traceable, tensors: Sequence[torch.Tensor]
+) -> tuple[tuple[torch.Tensor, ...], list[int]]:
     """One call of the model on copies: what it makes in its first call and keeps is to be real.
 
     A trace would leave its own stand-ins for tensors there, and the model would be broken for good. A
     model that fails here fails when it is captured, too, and is told why. What a training step finds in
-    the model's attributes is what its caller left there. The loss of a training step, if there is one.
+    the model's attributes is what its caller left there.
+
+    The loss of a training step, if there is one, and which inputs were written.
     """
     callee = adapter.callee
     parameters = [p for module in callee.watched for p in module.parameters()]
     kept = attributes_kept(callee.watched, callee.values) if adapter.trains else contextlib.nullcontext()
+    copies = list(map(copied_as_it_lies, tensors))
+    before = list(map(_state_of, copies))
     try:
         with (
             generators_kept(callee),
@@ -255,13 +266,29 @@ def _fill_caches(adapter: Traceable, tensors: Sequence[torch.Tensor]) -> tuple[t
             values_kept(callee.bound_tensors),
             kept,
         ):
-            results, _ = adapter.eager([tensor.clone() for tensor in tensors])
+            results, _ = adapter.eager(copies)
+        if has_fast_paths(callee.watched) and not adapter.trains:
+            with generators_kept(callee), values_kept(callee.bound_tensors):
+                adapter.eager(list(map(copied_as_it_lies, tensors)))  # looks whether padding is skipped
     except torch.OutOfMemoryError:
         raise
     except Exception as reason:
         log.debug("the model could not be called before it was captured: %s", reason)
-        return ()
-    return results[:1] if adapter.trains else ()
+        return (), []
+    written = [
+        i
+        for i, (copy, state, given) in enumerate(zip(copies, before, tensors, strict=True))
+        if _state_of(copy) != state
+        or not (
+            torch.equal(copy, given) or relative_error(copy, given) == 0.0
+        )  # which NaN is not off by
+    ]
+    return results[:1] if adapter.trains else (), written
+
+
+def _state_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Another one where a tensor was written, or has become another, unless by `.data`."""
+    return tensor._version, tensor.data_ptr(), tensor.shape, tensor.dtype
 
 
 def _reference(adapter: Traceable, trial: Trial, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

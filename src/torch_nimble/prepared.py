@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torch_nimble.capture import Traceable, generators_kept
+from torch_nimble.capture import Traceable, copied_as_it_lies, generators_kept
 from torch_nimble.devices import Device
 from torch_nimble.errors import StateError
 from torch_nimble.execute.autocast import autocast_off
@@ -25,6 +25,10 @@ from torch_nimble.schedule import Timeline, critical_path
 from torch_nimble.signature import Signature
 from torch_nimble.tree import Structure, unflatten_output
 from torch_nimble.watch.weights import Watch
+
+
+class GoneError(StateError):
+    """The plan was closed before a call came to its turn: with its engine, or by a changed model."""
 
 
 class Prepared:
@@ -71,10 +75,13 @@ class Prepared:
         return self.choice.lowered.graph.draws
 
     def run(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """One call: the result in the model's own structure, its tensors the caller's to keep."""
+        """One call: the result in the model's own structure, its tensors the caller's to keep.
+
+        GoneError if there is no such plan any more; nothing was done then.
+        """
         with self._lock, torch.no_grad(), autocast_off(), self.device.running(), self._in_profiles():
             if self.closed:
-                raise StateError("the engine was closed while this call waited for its turn")
+                raise GoneError("the engine was closed while this call waited for its turn")
             self.calls += 1
             results = self.choice.executable.call(tensors)
         return unflatten_output(self.output_structure, results)
@@ -163,7 +170,7 @@ class Prepared:
                 for slot, (_, dtype, _) in zip(self._program.inputs, self.signature.tensors, strict=True)
             ]
             constants = {
-                name: tensor.clone() if name in state else tensor
+                name: copied_as_it_lies(tensor) if name in state else tensor
                 for name, tensor in executable.constants.items()
             }
             timing = next(c.timing for c in self.choice.candidates if c.name == self.choice.chosen)

@@ -18,7 +18,7 @@ import torch
 
 from torch_nimble.execute.cuda import CudaExecutable
 from torch_nimble.flags import profiled
-from torch_nimble.prepared import Prepared
+from torch_nimble.prepared import GoneError, Prepared
 from torch_nimble.signature import tensor_keys
 from torch_nimble.transforms import transforming
 from torch_nimble.tree import Leaf, Node, flatten_inputs, unflatten_output
@@ -117,7 +117,10 @@ class QuickCall:
         if self._checks_first and not self._is_valid(tensors):
             return MISS
         if graph is None:
-            return MISS if self._prepared.closed else self._prepared.run(tensors)
+            try:
+                return self._prepared.run(tensors)
+            except GoneError:
+                return MISS
         with graph.room.lock:
             if self._prepared.closed:
                 return MISS

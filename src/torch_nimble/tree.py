@@ -160,6 +160,11 @@ def _flatten(value: Any, tensors: list[torch.Tensor], path: str, side: _Side) ->
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return _LEAF
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        raise CaptureError(
+            f"the model's {path} is a Python number made from the values of a tensor, which a plan does "
+            "not have; return the tensor, and make a number of it outside"
+        )
     kind = type(value)
     if isinstance(value, _PLAIN):
         return Static((kind, _told_apart(value)), value)

@@ -9,7 +9,13 @@ from typing import Any
 
 import torch
 
-from torch_nimble.capture import StandIn, TorchGenerators, Traceable, generators_kept
+from torch_nimble.capture import (
+    StandIn,
+    TorchGenerators,
+    Traceable,
+    copied_as_it_lies,
+    generators_kept,
+)
 from torch_nimble.execute.check import TOLERANCE, joined_error, relative_error
 from torch_nimble.folded import FoldedConstants
 from torch_nimble.lower import Lowered
@@ -60,7 +66,7 @@ class Trial:
             for name in program.state & program.constants
             if (tensor := program.sources[name].tensor()) is not None
         }
-        self._copies = {name: tensor.clone() for name, tensor in self._state.items()}
+        self._copies = {name: copied_as_it_lies(tensor) for name, tensor in self._state.items()}
         self.copied_constants = {**self.constants, **self._copies}
         self.lost: list[str] = []
         """State that eager changes and the program does not write, by target."""
@@ -73,7 +79,7 @@ class Trial:
         With `stand_in`, on what that makes of each parameter.
         """
         copies = [
-            tensor.clone() if written else tensor
+            copied_as_it_lies(tensor) if written else tensor
             for tensor, written in zip(self.given, self._written, strict=True)
         ]
         with generators_kept(self._adapter.callee):

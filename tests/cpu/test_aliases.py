@@ -83,10 +83,78 @@ def used_no_more(m: Any, x: Tensor) -> Any:
     return m.linear(torch.tanh(x).type_as(x).mul_(3))
 
 
-@pytest.mark.parametrize("forward", [summed, at_least])
+def one_of_several(m: Any, x: Tensor) -> Any:
+    h = torch.tanh(x)
+    g = torch.broadcast_tensors(h, h[:1])
+    g[0].relu_()
+    return g[1] * 2
+
+
+def meshed(m: Any, x: Tensor) -> Any:
+    h = torch.tanh(x).flatten()
+    g = torch.meshgrid(h, h, indexing="ij")
+    h.relu_()
+    return g[0] * 2
+
+
+def at_least_in_a_list(m: Any, x: Tensor) -> Any:
+    h = torch.tanh(x)
+    g = torch.atleast_2d(h.flatten(), h)
+    h.relu_()
+    return g[0] * 2
+
+
+def unsafely_split(m: Any, x: Tensor) -> Any:
+    h = torch.tanh(x)
+    g = h.unsafe_split(1)
+    h.relu_()
+    return g[0] * 2
+
+
+def broadcast_input(m: Any, x: Tensor) -> Any:
+    y = sum(torch.broadcast_tensors(x, x[:1]))
+    x.relu_()
+    return y
+
+
+REFUSED = [summed, at_least, one_of_several, meshed, at_least_in_a_list, unsafely_split, broadcast_input]
+
+
+@pytest.mark.parametrize("forward", REFUSED)
 def test_writes_that_a_hidden_view_would_show_are_refused(forward: Forward) -> None:
     with pytest.raises(nimble.CaptureError, match=r"may be the same as another.*clone\(\)"):
         nimble.compile(Model(forward).eval(), (images(),))
+
+
+@torch.library.custom_op("nimble_tests::doubled_and_written", mutates_args=())
+def doubled_and_written(x: Tensor) -> Tensor:
+    x.mul_(2)
+    return x.clone()
+
+
+@doubled_and_written.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def written_unsaid(m: Any, x: Tensor) -> Any:
+    return doubled_and_written(x) + 1
+
+
+def written_past_the_graph(m: Any, x: Tensor) -> Any:
+    x.data = x.data * 2
+    return x + 1
+
+
+@pytest.mark.parametrize("forward", [written_unsaid, written_past_the_graph])
+def test_an_input_that_only_eager_writes_is_left_alone_by_preparation(forward: Forward) -> None:
+    model, x = Model(forward).eval(), images()
+    with nimble.compile(model) as fast:
+        with pytest.warns(nimble.NimbleWarning, match="input 0 in a way that no graph shows"):
+            fast.prepare((x,))
+        assert torch.equal(x, images())
+        assert_close(fast(x), images() * 2 + 1)
+        assert_close(x, images() * 2)
 
 
 def test_a_hidden_view_that_is_used_no_more_does_no_harm() -> None:

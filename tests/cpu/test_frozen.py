@@ -163,8 +163,75 @@ def test_a_parameter_whose_module_cannot_be_found_is_refused() -> None:
     def function(x: Tensor) -> Tensor:
         return nested["deep"]["er"][0](x)
 
-    with pytest.raises(nimble.CaptureError, match="whose module could not be found"):
+    with pytest.raises(nimble.CaptureError, match=r"could not be found, .*; compile a method of"):
         nimble.compile(function, (X,))
+
+
+def test_a_network_in_a_plain_list_of_a_model_is_refused() -> None:
+    class Listing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = [nn.Linear(4, 4)]
+
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = self.parts[0](x)
+            return made
+
+    with pytest.raises(nimble.CaptureError, match=r"could not be found, .*or an nn\.ModuleList"):
+        nimble.compile(Listing(), (X,))
+
+
+def test_other_code_of_a_function_is_followed() -> None:
+    """As notebooks put it there when a file was changed."""
+
+    def scaled(x: Tensor) -> Tensor:
+        return x * 2
+
+    def more(x: Tensor) -> Tensor:
+        return scaled(x) + 1
+
+    for function in (scaled, more):
+        with nimble.compile(function, (X,)) as fast:
+            for factor in (3, 4):
+                scaled.__code__ = eval(f"lambda x: x * {factor}").__code__
+                for _ in range(2):
+                    same(fast(X), function(X))
+
+
+class Activated:
+    def __init__(self) -> None:
+        self.linear = nn.Linear(4, 4).requires_grad_(False)
+        self.activation: Any = torch.relu
+        self.factor = 2.0
+
+    def activate(self, x: Tensor) -> Tensor:
+        y: Tensor = self.activation(x)
+        return y
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.activate(self.linear(x))
+
+
+@pytest.mark.parametrize("target", ["object", "method"])
+def test_another_function_in_an_attribute_of_a_plain_object_is_followed(target: str) -> None:
+    thing = Activated()
+
+    def scaled(x: Tensor) -> Tensor:
+        return x * factor
+
+    def again(x: Tensor) -> Tensor:
+        return thing.__call__(x[:, :0].new_zeros(2, 4)) if factor < 0 else x - factor
+
+    factor = 3.0
+    call = thing if target == "object" else thing.activate
+    for activation in (torch.tanh, F.gelu, scaled, nn.Tanh(), again):
+        thing.activation = torch.relu
+        with nimble.compile(call, (X,)) as fast:
+            thing.activation = activation
+            for _ in range(2):
+                same(fast(X), call(X))
+            factor += 1.0
+            same(fast(X), call(X))
 
 
 def test_a_name_of_a_function_that_is_rebound_is_followed() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ import torch_nimble as nimble
 from cpu.helpers import assert_close, eager
 from torch_nimble.folded import FoldedConstants
 from torch_nimble.lower import Program
+from torch_nimble.prepared import Prepared
 
 X = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
@@ -99,6 +100,29 @@ def test_an_engine_that_is_closed_while_a_call_waits_for_its_turn_makes_no_plan(
     thread.join()
     assert len(errors) == 1
     assert not fast._prepared
+
+
+@pytest.mark.parametrize("earlier", [0, 2])
+def test_a_call_whose_plan_another_thread_drops_has_another_one(
+    earlier: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, run = made(), Prepared.run
+
+    def run_late(self: Prepared, tensors: Sequence[Tensor]) -> object:
+        monkeypatch.undo()
+        model[3] = nn.Conv2d(4, 2, 3)
+        other = threading.Thread(target=fast, args=(X,))
+        other.start()
+        other.join()
+        return run(self, tensors)
+
+    with nimble.compile(model, (X,)) as fast:
+        for _ in range(earlier):
+            fast(X)
+        monkeypatch.setattr(Prepared, "run", run_late)
+        assert_close(fast(X), eager(model, X))
+        assert len(fast.explain().evictions) == 1
+        assert not fast.explain().refusals
 
 
 def test_weights_that_are_written_while_others_are_taken_in_are_taken_in_next(

@@ -963,6 +963,20 @@ def test_training_mode_state_is_updated_under_inference_mode_too() -> None:
     assert_close(model.state_dict(), twin.state_dict())
 
 
+def test_inputs_made_in_inference_mode_are_written_there() -> None:
+    def appended(cache: Tensor, row: Tensor, at: Tensor) -> Tensor:
+        cache.index_copy_(0, at, row)
+        return cache.sum(0)
+
+    with torch.inference_mode(), nimble.compile(appended) as fast:
+        caches = [torch.zeros(4, 3) for _ in range(2)]
+        for i in range(4):
+            row, at = torch.full((1, 3), float(i)), torch.tensor([i])
+            assert torch.equal(fast(caches[0], row, at), appended(caches[1], row, at))
+            assert torch.equal(*caches)
+        assert not fast.explain().fallbacks
+
+
 def test_every_tensor_of_a_result_is_an_ordinary_tensor() -> None:
     with nimble.compile(branches(), (image(),)) as fast:
         assert [type(tensor) for tensor in tensors_in(fast(image()))] == [Tensor]

@@ -50,8 +50,7 @@ def test_calls_like_the_one_before_take_it_and_no_others(model: nn.Module) -> No
             assert not is_taken(x)
         with forward_ad.dual_level():
             assert not is_taken(x)
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities, acc_events=True):  # or torch 2.11 warns
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
             assert not is_taken(x)  # where tasks have names
         assert is_taken(x)
     assert not is_taken(x)  # closed

@@ -258,6 +258,56 @@ def test_state_that_is_not_dense_is_refused(make: Callable[[Tensor], Tensor], la
         nimble.compile(model, (X,))
 
 
+def test_a_model_made_in_inference_mode_is_refused_where_torch_cannot_take_it() -> None:
+    with torch.inference_mode():
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(nimble.InputError, match=r"'0\.weight' was made in .* deep copy of it"):
+        nimble.compile_step(lambda model, x: model(x).sum(), model, optimizer)
+    with pytest.raises(nimble.CaptureError, match=r"'0\.weight' was made in .* requires_grad_\(False\)"):
+        nimble.compile(model, (X,))
+    model.requires_grad_(False)
+    with pytest.raises(nimble.CaptureError, match=r"writes a tensor that was made in .* deep copy"):
+        nimble.compile(model, (X,))
+    with nimble.compile(model.eval(), (X,)) as fast:
+        torch.testing.assert_close(fast(X), model(X))
+
+
+@pytest.mark.parametrize(
+    "function", [lambda x: x.t_() * 2, lambda x: x.resize_(1, 2) + 1, lambda x: x.swapaxes_(0, 1) * 2]
+)
+def test_inputs_that_are_given_another_shape_are_refused(function: Callable[[Tensor], Tensor]) -> None:
+    x = X.clone()
+    with pytest.raises(nimble.CaptureError, match=r"gives an input another shape.*Take the operator"):
+        nimble.compile(function, (x,))
+    assert torch.equal(x, X)
+
+
+@pytest.mark.parametrize(
+    "function", [lambda x: x.tolist(), lambda x: {"a": x.sum().item()}, lambda x: (x, x[0, 0].item())]
+)
+def test_results_that_are_numbers_made_of_tensors_are_refused(function: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(nimble.CaptureError, match=r"is a Python number made from.*return the tensor"):
+        nimble.compile(function, (X,))
+
+
+@pytest.mark.parametrize("one", ["the tensor itself", "a view", "a parameter"])
+def test_written_buffers_in_one_memory_are_refused_by_name(one: str) -> None:
+    class Sharing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            whole = nn.Parameter(torch.ones(3), requires_grad=False)
+            self.whole = whole if one == "a parameter" else nn.Buffer(whole.data)
+            self.register_buffer("part", self.whole[:2] if one == "a view" else self.whole.data)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.part.add_(x.mean())
+            return self.whole * x
+
+    with pytest.raises(nimble.CaptureError, match="'whole' and 'part' lie in the same memory, and one"):
+        nimble.compile(Sharing(), (X,))
+
+
 def test_a_model_without_memory_runs_eagerly() -> None:
     model = nn.Linear(3, 3).eval().to("meta")
     with nimble.compile(model) as fast, pytest.warns(nimble.NimbleWarning, match="has no engine"):

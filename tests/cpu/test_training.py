@@ -217,6 +217,24 @@ def test_layers_of_all_kinds(make: Any) -> None:
     Twins(Layers().double(), make).check_training(batches(5), tolerance=1e-7)
 
 
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True, "dropout": 0.1}])
+def test_lstm_in_float32_on_one_dnn(options: dict[str, Any]) -> None:
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.lstm = nn.LSTM(4, 3, **options)
+            self.head = nn.LazyLinear(2)
+            self(torch.zeros(1, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.head(self.lstm(x[:, None])[0][:, 0])
+            return out
+
+    single = [(x.float(), y.float()) for x, y in batches(4)]
+    Twins(Tagger(), momentum).check_training(single, tolerance=1e-5)
+
+
 def test_sparse_embeddings() -> None:
     def make() -> nn.Module:
         torch.manual_seed(0)

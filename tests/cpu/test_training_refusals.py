@@ -158,6 +158,18 @@ def test_a_loss_function_that_leaves_tensors() -> None:
     refused(nimble.CaptureError, "item|value of a tensor", lambda m, x, y: mse(m, x, y) * x.sum().item())
 
 
+def test_a_loss_that_fails_on_fake_tensors_prints_no_stack_trace(caplog: Any) -> None:
+    model = mlp()
+    with (
+        nimble.compile_step(
+            lambda m, x, y: m(x).sum() * (y == x[:, :3]).sum(), model, sgd(model)
+        ) as step,
+        pytest.raises(nimble.InputError, match="itself refuses"),
+    ):
+        step(*rows())
+    assert not [one for one in caplog.records if one.name == "torch._subclasses.fake_tensor"]
+
+
 def test_parameters_that_share_memory() -> None:
     class Pair(nn.Module):
         def __init__(self, tie: Callable[[Any], None]) -> None:

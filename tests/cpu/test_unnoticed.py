@@ -337,6 +337,15 @@ class TestMasks:
             (fallback,) = fast.explain().fallbacks
             assert "no plan agrees" in fallback.reason
 
+    def test_results_have_the_dtype_that_eager_gives_under_autocast(self, model: nn.Module) -> None:
+        x, autocast = torch.randn(3, 5, 8), torch.autocast("cpu", dtype=torch.bfloat16)
+        with torch.no_grad(), autocast, nimble.compile(model.layers[0]) as fast:
+            with pytest.warns(nimble.NimbleWarning, match="another dtype under autocast"):
+                found = fast(x)
+            expected = model.layers[0](x)
+            assert found.dtype is expected.dtype
+            assert_close(found, expected)
+
     def test_a_plan_computes_what_eager_does_without_its_fast_path(
         self, model: nn.Module, mask: Tensor
     ) -> None:
@@ -414,6 +423,40 @@ def test_what_is_written_by_layout_is_written_as_in_eager(function: Any, first: 
                 for found, expected in zip(calls(fast, given), calls(function, given), strict=True):
                     assert torch.equal(found, expected)
             assert len(fast.explain().fallbacks) == expected_eagerly
+
+
+def kept_from_what_is_written(x: Tensor) -> tuple[Tensor, Tensor]:
+    h = x.contiguous()
+    x.mul_(2)
+    return h, x.reshape(-1) + 1
+
+
+class Rows(nn.Module):
+    """Statistics in a part of something wider."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.arange(24.0).view(4, 6)[:, 1:4])
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.rows.contiguous()
+        self.rows.mul_(2)
+        return h + x
+
+
+def test_what_eager_gives_is_found_out_on_copies_that_lie_as_the_inputs_do() -> None:
+    x, other = (torch.arange(24.0).view(4, 6)[:, 1:4] for _ in range(2))
+    with nimble.compile(kept_from_what_is_written, (x,)) as fast:
+        for found, expected in zip(fast(x), kept_from_what_is_written(other), strict=True):
+            assert torch.equal(found, expected)
+        assert torch.equal(x, other)
+        assert not fast.explain().fallbacks
+    model, same = Rows(), Rows()
+    with nimble.compile(model) as fast:
+        for _ in range(3):
+            assert torch.equal(fast(torch.ones(3)), same(torch.ones(3)))
+        assert torch.equal(model.rows, same.rows)
+        assert not fast.explain().fallbacks
 
 
 def copied_then_written(x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,19 +38,21 @@ def shares(entries: Sequence[Json]) -> Grid:
 
     def share(*kinds: str) -> Callable[[Json], Cell]:
         def make(entry: Json) -> Cell:
-            found = {one["kind"]: one["us"] for one in _kinds(entry)}
-            of_these = [found[kind] for kind in kinds if kind in found]
-            whole = sum(found.values())
-            return number(100 * sum(of_these) / whole, ".0f", " %") if of_these else NOTHING
+            own = [one["us"] for one in _kinds(entry) if one["kind"] in kinds]
+            return number(100 * math.fsum(own) / _all_us(entry) if own else None, ".0f", " %")
 
         return make
 
     columns: list[Column] = [
-        ("tasks, µs", lambda entry: number(sum(one["us"] for one in _kinds(entry)) or None, ",.0f")),
+        ("tasks, µs", lambda entry: number(_all_us(entry) or None, ",.0f")),
         ("convolutions and products", share(*_PRODUCTS)),
         *((kind, share(kind)) for kind in KINDS if kind not in _PRODUCTS),
     ]
     return grid_of(entries, columns)
+
+
+def _all_us(entry: Json) -> float:
+    return math.fsum(one["us"] for one in _kinds(entry))
 
 
 def _kinds(entry: Json) -> Sequence[Json]:
@@ -69,4 +72,4 @@ def _count_ours(layer: Json) -> int:
 
 def _sum(layers: Sequence[Json], kernel: str | None = None) -> float:
     """What all of them take by one way, or by the chosen ones."""
-    return float(sum(one["count"] * one["times_us"][kernel or one["chosen"]] for one in layers))
+    return math.fsum(one["count"] * one["times_us"][kernel or one["chosen"]] for one in layers)

@@ -17,6 +17,7 @@ from torch_nimble.capture.isolation import (
     Assigned,
     ParametersUnwritten,
     attributes_kept,
+    copied_as_it_lies,
     examples,
     values_kept,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "Traceable",
     "attributes_kept",
     "capture",
+    "copied_as_it_lies",
     "examples",
     "generators_kept",
     "has_fast_paths",

@@ -20,23 +20,31 @@ _MAY_WRITE = getattr(torch.Tag, "maybe_aliasing_or_mutating", None)
 _WRITE_UNSEEN = frozenset(
     [_aten.batch_norm.default, _aten.instance_norm.default, _aten.native_batch_norm.default]
 )
-MAY_BE_VIEWS = frozenset(
-    [
-        _aten.einsum.default,
-        _aten.sum_to_size.default,
-        _aten.alpha_dropout.default,
-        _aten.atleast_1d.default,
-        _aten.atleast_2d.default,
-        _aten.atleast_3d.default,
-        _aten.broadcast_tensors.default,
-        _aten.dropout.default,
-        _aten.feature_alpha_dropout.default,
-        _aten.feature_dropout.default,
-        _aten.meshgrid.default,
-        _aten.type_as.default,
-    ]
+_MAY_BE_VIEWS = (
+    _aten.einsum,
+    _aten.sum_to_size,
+    _aten.alpha_dropout,
+    _aten.atleast_1d,
+    _aten.atleast_2d,
+    _aten.atleast_3d,
+    _aten.broadcast_tensors,
+    _aten.conj_physical,
+    _aten.dropout,
+    _aten.feature_alpha_dropout,
+    _aten.feature_dropout,
+    _aten.meshgrid,
+    _aten.type_as,
+    _aten.unsafe_chunk,
+    _aten.unsafe_split,
+    _aten.unsafe_split_with_sizes,
 )
-"""They may return their argument, and their schemas do not say so."""
+MAY_BE_VIEWS = frozenset(
+    one
+    for packet in _MAY_BE_VIEWS
+    for one in (getattr(packet, name) for name in packet.overloads())  # type: ignore[no-untyped-call]
+    if not one._schema.is_mutable
+)
+"""They may return their argument, or views of it, and their schemas do not say so."""
 _DROPOUTS = frozenset(
     [
         _aten.alpha_dropout.default,
@@ -118,7 +126,7 @@ def refuse_hidden_views(callee: Callee, graph: fx.Graph) -> None:
         for written in _written_by(node):
             aliases = same[_memory_of(written)]
             hidden = [n for n in aliases if known.root(n) is not known.root(written)]
-            by = sorted({str(n.target) for n in aliases if n.target in MAY_BE_VIEWS})
+            by = sorted({str(maker.target) for n in aliases if (maker := _hiding(known.root(n)))})
             for other in hidden if by else ():
                 if other.op == "placeholder" or any(position[u] > place for u in other.users):
                     line = origin(node) or callee.location
@@ -159,7 +167,8 @@ class _Aliases:
         for node in graph.nodes:
             schema = getattr(node.target, "_schema", None)
             returns = schema.returns if schema is not None else ()
-            if node.target is operator.getitem or any(result.alias_info for result in returns):
+            is_one_of_several = node.target is operator.getitem and _hiding(node) is None
+            if is_one_of_several or any(result.alias_info for result in returns):
                 for other in node.all_input_nodes[:1]:
                     if self.root(node) is not self.root(other):
                         self._above[self.root(node)] = self.root(other)
@@ -169,6 +178,12 @@ class _Aliases:
         while node in self._above:
             node = self._above[node]
         return node
+
+
+def _hiding(node: fx.Node) -> fx.Node | None:
+    """The operator that has made a value, perhaps with others, if that may be a view of anything."""
+    maker = node.args[0] if node.target is operator.getitem else node
+    return maker if isinstance(maker, fx.Node) and maker.target in MAY_BE_VIEWS else None
 
 
 def writes_only_its_own(graph: fx.Graph) -> bool:

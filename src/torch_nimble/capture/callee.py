@@ -179,6 +179,12 @@ def refuse_unplain_state(callee: Callee) -> None:
                     f"{callee.name} ({callee.location}): {name!r} of a lazy module has no shape yet; "
                     "call the model itself once with such inputs, and then the engine"
                 )
+            if tensor.is_inference() and tensor.requires_grad:
+                raise CaptureError(
+                    f"{callee.name} ({callee.location}): {name!r} was made in torch.inference_mode() "
+                    "and requires grad, which torch cannot trace: call requires_grad_(False) on the "
+                    "model, or make it outside of that mode"
+                )
             if is_traceable_wrapper_subclass(tensor):
                 raise CaptureError(
                     f"{callee.name} ({callee.location}): {name!r} is a {type(tensor).__name__}, which "
@@ -256,12 +262,12 @@ def _reachable(target: Any, seen: frozenset[int] = frozenset()) -> Iterator[tupl
         return
     if inspect.ismethod(target):
         yield from _held_by("model", target.__self__, seen)
-        yield from _attributes_used(target.__self__, target.__func__)
+        yield from _attributes_used(target.__self__, target.__func__, seen)
         target = target.__func__
     if not inspect.isfunction(target):
         yield from _held_by("model", target, seen)
         called = inspect.getattr_static(type(target), "__call__", None)
-        yield from _attributes_used(target, called)
+        yield from _attributes_used(target, called, seen)
         target = called
     while inspect.isfunction(target):
         yield from _used_by(target, seen)
@@ -274,6 +280,7 @@ def _used_by(function: types.FunctionType, seen: frozenset[int]) -> Iterator[tup
     if id(function) in seen or (function.__module__ or "").split(".")[0] in _NOT_FOLLOWED:
         return
     seen |= {id(function)}
+    yield f"{function.__name__}.__code__", function.__code__  # notebooks exchange it in place
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield from _held_by(name, cell.cell_contents, seen)
@@ -293,17 +300,23 @@ def _used_by(function: types.FunctionType, seen: frozenset[int]) -> Iterator[tup
             yield from _held_by(name, table[key], seen)
 
 
-def _attributes_used(owner: Any, function: Any) -> Iterator[tuple[str, Any]]:
-    """What a method, and others of its object that it calls, read there; modules' are watched anyway."""
+def _attributes_used(owner: Any, function: Any, seen: frozenset[int]) -> Iterator[tuple[str, Any]]:
+    """What a method, and others of its object that it calls, read there; modules' are watched anyway.
+
+    Of functions and classes those that the object itself has, as another may be given to it.
+    """
     if isinstance(owner, nn.Module | type) or not inspect.isfunction(function):
         return
-    tables = [getattr(owner, "__dict__", {}), *map(vars, type(owner).__mro__)]
+    own: dict[str, Any] = getattr(owner, "__dict__", {})
+    tables = [own, *map(vars, type(owner).__mro__)]
     for name in _attributes_read(type(owner), function):  # type: ignore[arg-type]
         value = next((table[name] for table in tables if name in table), None)
         if isinstance(value, types.MemberDescriptorType):  # of an object with slots
             value = getattr(owner, name, None)
         if not isinstance(value, _CODE):
             yield f"self.{name}", value
+        elif name in own and not isinstance(value, nn.Module):
+            yield from _held_by(f"self.{name}", value, seen)
 
 
 @functools.lru_cache

@@ -100,6 +100,15 @@ _FOREIGN = (
     "training mode writes its statistics: call eval() on that network, or make it a part of the model"
 )
 
+_RESHAPED = (
+    "it gives an input another shape, other strides or other memory (t_, resize_, set_), which a plan "
+    "does to no tensor of a caller's. Take the operator that returns a tensor (t, reshape)"
+)
+_INFERENCE = (
+    "it writes a tensor that was made in torch.inference_mode(), such as a statistic of batch norm, and "
+    "torch lets nobody write it elsewhere. Make the model outside of that mode, or compile a deep copy"
+)
+
 
 @contextlib.contextmanager
 def torch_says_nothing() -> Iterator[None]:
@@ -118,19 +127,18 @@ def torch_says_nothing() -> Iterator[None]:
 def explain_failure(callee: Callee, reason: BaseException) -> CaptureError:
     """The error to raise for what torch.export raised."""
     line = _user_line(reason) or callee.location
-    known = _known_cause(reason) if _is_of_values(reason) else ""
-    if known:
-        return CaptureError(f"cannot capture {callee.name}: at {line}: {known}")
-    if "DataDependent" in type(reason).__name__ or "data-dependent" in str(reason):
-        return CaptureError(f"cannot capture {callee.name}: at {line}: {_BRANCH}")
+    cause = _cause(reason)
+    if cause:
+        return CaptureError(f"cannot capture {callee.name}: at {line}: {cause}")
     if "DynamicOutputShape" in type(reason).__name__:
         return CaptureError(f"cannot capture {callee.name}: at {line} ({reason}): {_LENGTHS}")
-    if isinstance(reason, NumberError):
-        return CaptureError(f"cannot capture {callee.name}: at {line}: {_NUMBER}")
-    if isinstance(reason, UnseenError):
-        return CaptureError(f"cannot capture {callee.name}: at {line}: {_UNSEEN}")
-    if isinstance(reason, WrittenError) or "mutating a non-functional tensor" in str(reason):
-        return CaptureError(f"cannot capture {callee.name}: at {line}: {_FOREIGN}")
+    shared = _in_one_memory(callee) if "expected compiled_fn to be GraphModule" in str(reason) else []
+    if shared:
+        return CaptureError(
+            f"cannot capture {callee.name} ({callee.location}): {' and '.join(map(repr, shared))} "
+            "lie in the same memory, and one of them is written, which torch.export does not follow. "
+            "Keep one tensor, and make the others of it in forward"
+        )
     if isinstance(reason, OSError):
         return CaptureError(
             f"cannot capture {callee.name}: a file could not be used: {reason}. If it is none of the "
@@ -139,6 +147,39 @@ def explain_failure(callee: Callee, reason: BaseException) -> CaptureError:
     return CaptureError(
         f"cannot capture {callee.name}: at {line}: {_said(reason)}. {callee.if_untraceable}"
     )
+
+
+def _cause(reason: BaseException) -> str:
+    """What is wrong with the code, and the remedy, as far as torch's error tells that; else nothing."""
+    said = str(reason)
+    known = _known_cause(reason) if _is_of_values(reason) else ""
+    if known:
+        return known
+    if "DataDependent" in type(reason).__name__ or "data-dependent" in said:
+        return _BRANCH
+    if isinstance(reason, NumberError):
+        return _NUMBER
+    if isinstance(reason, UnseenError):
+        return _UNSEEN
+    if isinstance(reason, WrittenError) or "mutating a non-functional tensor" in said:
+        return _FOREIGN
+    if "num_mutated_inp_runtime_indices" in said:
+        return _RESHAPED
+    return _INFERENCE if "Inplace update to inference tensor" in said else ""
+
+
+def _in_one_memory(callee: Callee) -> list[str]:
+    """Names of parameters and buffers that share memory with another."""
+    names: dict[int, list[str]] = {}
+    for root in callee.modules.values():
+        held = (
+            *root.named_parameters(remove_duplicate=False),
+            *root.named_buffers(remove_duplicate=False),
+        )
+        for name, tensor in held:
+            if tensor.layout is torch.strided and tensor.numel() > 0:
+                names.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
+    return next((found for found in names.values() if len(found) > 1), [])
 
 
 def explain_operator(node: fx.Node, reason: BaseException) -> CaptureError:

@@ -45,6 +45,7 @@ from torch_nimble.capture.isolation import (
     DataDetached,
     ParametersKnown,
     attributes_kept,
+    copied_as_it_lies,
     refusing_counting,
     replaced,
 )
@@ -297,7 +298,7 @@ class Adapter(nn.Module):
 
         Depthwise convolutions may be done by other kernels of torch's, which are there at once.
         """
-        copies = {name: buffer.clone() for name, buffer in self.named_buffers()}
+        copies = {name: copied_as_it_lies(buffer) for name, buffer in self.named_buffers()}
         if stand_in is not None:
             copies |= {name: stand_in(name, p.detach()) for name, p in self.named_parameters()}
         with torch.no_grad(), self._looking(tensors), replaced(self, copies):
@@ -307,10 +308,17 @@ class Adapter(nn.Module):
 
     @contextlib.contextmanager
     def _looking(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Look at what a call does; but only once at a model that gives other results meanwhile."""
+        """Look at what a call does; but only twice at a model that gives other results meanwhile.
+
+        Even to note which operators run changes what autocast does to these layers' kernels.
+        """
         if self._seen.was_looked_at and has_fast_paths([self]):
+            if self._seen.was_padding_looked_for:
+                yield
+                return
             with PaddingSkipped() as padding:
                 yield
+            self._seen.was_padding_looked_for = True
             self._seen.skips_padding |= padding.found
         else:
             with ParametersKnown(self.callee, self.parameters()), DepthwiseByTorch():
@@ -326,6 +334,7 @@ class _Seen:
     assigned = Assigned()
     was_looked_at = False
     writes_by_layout = False
+    was_padding_looked_for = False
     skips_padding = False
 
 

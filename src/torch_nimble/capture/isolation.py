@@ -211,10 +211,15 @@ class ParametersKnown(FunctionMode):
     def called(self, func: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]) -> Any:
         for item in _items_of((*args, *named.values())):
             if isinstance(item, nn.Parameter) and id(item) not in self._known:
+                remedy = (
+                    "compile a method of that module, or a function that names the module directly"
+                    if self._callee.module is None
+                    else "keep that module in an attribute or an nn.ModuleList, not in a list or dict"
+                )
                 raise CaptureError(
                     f"{self._callee.name} ({self._callee.location}) uses a parameter of shape "
-                    f"{tuple(item.shape)} whose module could not be found from the function; "
-                    "compile a method of that module, or a function that names the module directly"
+                    f"{tuple(item.shape)} whose module could not be found, so that its changes would "
+                    f"go unseen; {remedy}"
                 )
         if func == _REQUIRES_GRAD and isinstance(args[0], nn.Parameter):
             self._callee.asked[id(args[0])] = args[0]
@@ -348,7 +353,8 @@ def examples(tensors: Iterable[torch.Tensor], beside: Iterable[torch.Tensor] = (
 
     torch.export merges inputs that are the same tensor, and a layout in which elements share an
     address cannot be written to; a later call need not repeat either. Nor need it share memory with
-    what is `beside` the inputs. A parameter is taken for the tensor that it is.
+    what is `beside` the inputs. A parameter is taken for the tensor that it is, and so is a tensor made
+    in inference mode, which torch lets nobody write elsewhere.
     """
     seen = {tensor.untyped_storage().data_ptr() for tensor in beside if _has_memory(tensor)}
     made = []
@@ -357,15 +363,23 @@ def examples(tensors: Iterable[torch.Tensor], beside: Iterable[torch.Tensor] = (
         memory = tensor.untyped_storage().data_ptr()
         if _may_overlap_itself(tensor):
             made.append(tensor.detach().contiguous())
-        elif memory in seen and tensor.numel() > 0:
-            copy = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-            )
-            made.append(copy.copy_(tensor.detach()))
+        elif (memory in seen and tensor.numel() > 0) or tensor.is_inference():
+            made.append(copied_as_it_lies(tensor))
         else:
             made.append(tensor)
         seen.add(memory)
     return made
+
+
+def copied_as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of the same strides, where clone() closes gaps between rows.
+
+    By its layout, code may write to a tensor or to a copy (`x.contiguous()`).
+    """
+    if tensor.layout is not torch.strided or _may_overlap_itself(tensor):
+        return tensor.detach().clone()
+    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor.detach())
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

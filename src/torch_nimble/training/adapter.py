@@ -24,6 +24,7 @@ from torch_nimble.capture.isolation import (
     Assignments,
     Others,
     attributes_kept,
+    copied_as_it_lies,
     refusing_counting,
     replaced,
 )
@@ -339,7 +340,7 @@ class StepAdapter:
         """
         step = self._step
         held = self.held()
-        after = {t: v.detach().clone() for t, v in held.items()}
+        after = {t: copied_as_it_lies(v) for t, v in held.items()}
         begun: dict[str, torch.Tensor] = {}
         if stand_in is not None:
             begun = {t: stand_in(t, after[t]) for t, v in held.items() if isinstance(v, nn.Parameter)}

@@ -73,6 +73,12 @@ def check_settings(settings: Settings) -> None:
             f"the parameter {lazy[0]!r} has no shape yet; call the model once with a batch, and make "
             "the optimizer after that"
         )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_inference():
+            raise InputError(
+                f"{name!r} was made in torch.inference_mode(), and torch lets nobody write it "
+                "elsewhere; make the model outside of that mode, or a deep copy of it"
+            )
     if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
         raise InputError("no parameter of the optimizer requires grad; there is nothing to train")
 

@@ -17,19 +17,27 @@ from torch_nimble.lower.passes.masks import drop_masks
 from torch_nimble.lower.passes.merge import merge_equal
 from torch_nimble.lower.passes.nothing import bring_numbers, forget_shapes_from
 from torch_nimble.lower.passes.pack import pack_convolutions
+from torch_nimble.lower.passes.recurrent import keep_for_backward
 from torch_nimble.lower.passes.split import split_gradients
 from torch_nimble.taskgraph import Layout
 
 Pass = Callable[[fx.Graph, frozenset[str]], int]
 
 PASSES: dict[Layout, tuple[Pass, ...]] = {
-    "as captured": (drop_checks, forget_shapes_from, fold_batch_norm, protect_results),
+    "as captured": (
+        drop_checks,
+        forget_shapes_from,
+        fold_batch_norm,
+        keep_for_backward,
+        protect_results,
+    ),
     "channels-last": (
         drop_checks,
         forget_shapes_from,
         fold_batch_norm,
         use_channels_last,
         pack_convolutions,
+        keep_for_backward,
         protect_results,
     ),
 }
