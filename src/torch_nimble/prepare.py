@@ -278,10 +278,7 @@ def _fill_caches(
     written = [
         i
         for i, (copy, state, given) in enumerate(zip(copies, before, tensors, strict=True))
-        if _state_of(copy) != state
-        or not (
-            torch.equal(copy, given) or relative_error(copy, given) == 0.0
-        )  # which NaN is not off by
+        if _state_of(copy) != state or not _has_values_of(copy, given)
     ]
     return results[:1] if adapter.trains else (), written
 
@@ -289,6 +286,11 @@ def _fill_caches(
 def _state_of(tensor: torch.Tensor) -> tuple[object, ...]:
     """Another one where a tensor was written, or has become another, unless by `.data`."""
     return tensor._version, tensor.data_ptr(), tensor.shape, tensor.dtype
+
+
+def _has_values_of(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether values are equal, as NaN is to NaN here."""
+    return torch.equal(tensor, other) or relative_error(tensor, other) == 0.0
 
 
 def _reference(adapter: Traceable, trial: Trial, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

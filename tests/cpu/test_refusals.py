@@ -296,13 +296,14 @@ def test_written_buffers_in_one_memory_are_refused_by_name(one: str) -> None:
     class Sharing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
+            self.tied = self.other = nn.Parameter(torch.ones(3))  # one tensor, and no fault of it
             whole = nn.Parameter(torch.ones(3), requires_grad=False)
             self.whole = whole if one == "a parameter" else nn.Buffer(whole.data)
             self.register_buffer("part", self.whole[:2] if one == "a view" else self.whole.data)
 
         def forward(self, x: Tensor) -> Tensor:
             self.part.add_(x.mean())
-            return self.whole * x
+            return self.whole * x * self.tied * self.other
 
     with pytest.raises(nimble.CaptureError, match="'whole' and 'part' lie in the same memory, and one"):
         nimble.compile(Sharing(), (X,))

@@ -324,7 +324,9 @@ def agreement(entries: Sequence[Json]) -> Grid:
         worst = max(repeated.apart for repeated in runs.values())
         commits = dict.fromkeys(commit for repeated in runs.values() for commit in repeated.commits)
         verdict = (
-            Cell("within 3 %", worst, "good") if worst <= AGREE else Cell("further apart", worst, "bad")
+            Cell(f"within {100 * AGREE:.0f} %", worst, "good")
+            if worst <= AGREE
+            else Cell("further apart", worst, "bad")
         )
         each = (number(100 * runs[p].apart, ".1f", " %") if p in runs else NOTHING for p in shown)
         return (word(name), word(", ".join(commits)), *each, verdict)

@@ -9,10 +9,10 @@ from typing import Any
 from torch_nimble.bench.cells import Column, grid_of
 from torch_nimble.bench.record import Json, value_at
 from torch_nimble.bench.selection import OURS
+from torch_nimble.kernels.sites import LIBRARY
 from torch_nimble.look import NOTHING, Cell, Grid, number
 from torch_nimble.report.kinds import KINDS
 
-_LIBRARY = "library"
 _PRODUCTS = ("convolution", "matrix product")
 """One column: up to 9571c30 our linear layers were taken for convolutions."""
 
@@ -26,9 +26,9 @@ def tried(entries: Sequence[Json]) -> Grid:
     columns: list[Column] = [
         ("layers", of_layers(lambda layers: number(sum(one["count"] for one in layers)))),
         ("with kernels of ours", of_layers(lambda layers: number(sum(map(_count_ours, layers))))),
-        ("library's kernels, µs", of_layers(lambda layers: number(_sum(layers, _LIBRARY), ",.0f"))),
+        ("library's kernels, µs", of_layers(lambda layers: number(_sum(layers, LIBRARY), ",.0f"))),
         ("chosen kernels, µs", of_layers(lambda layers: number(_sum(layers), ",.0f"))),
-        ("faster", of_layers(lambda layers: number(_sum(layers, _LIBRARY) / _sum(layers), ".2f", "×"))),
+        ("faster", of_layers(lambda layers: number(_sum(layers, LIBRARY) / _sum(layers), ".2f", "×"))),
     ]
     return grid_of(entries, columns)
 
@@ -63,11 +63,11 @@ def _kinds(entry: Json) -> Sequence[Json]:
 def _layers(entry: Json) -> list[Json]:
     """Those with a time of the library's and one of ours."""
     found: Any = value_at(entry, f"{OURS}.explained.kernels")
-    return [one for one in found or () if len(one["times_us"]) > 1 and _LIBRARY in one["times_us"]]
+    return [one for one in found or () if len(one["times_us"]) > 1 and LIBRARY in one["times_us"]]
 
 
 def _count_ours(layer: Json) -> int:
-    return int(layer["count"]) if layer["chosen"] != _LIBRARY else 0
+    return int(layer["count"]) if layer["chosen"] != LIBRARY else 0
 
 
 def _sum(layers: Sequence[Json], kernel: str | None = None) -> float:

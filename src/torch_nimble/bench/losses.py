@@ -24,6 +24,8 @@ _NO_READING = "no reading yet"
 _ELSEWHERE = (("p99, µs", "p99_us"), ("in a row, µs", "interval_us"), ("energy, mJ", "energy_mj"))
 SAME_PLAN = 1.03
 """One stream is another plan if it is faster by more than this; within it preparation takes either."""
+BY_MORE = f"by more than {100 * (SAME_PLAN - 1):.0f} %"
+"""How texts say it."""
 
 
 def slower(entries: Sequence[Json], readings: Mapping[str, str]) -> Grid:

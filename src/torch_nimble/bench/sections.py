@@ -84,7 +84,7 @@ def sections_of(entries: Sequence[Json], readings: Mapping[str, str]) -> list[Se
             + _left_out(len(timed) - len(fair))
             + " Below: where a peer needs less by another measure (p99 of a call, a call in a row that "
             "nobody waits for, energy of a call), likewise; and where our own kernels on one stream are "
-            "faster than the chosen plan in a row, by more than 3\u00a0%.",
+            f"faster than the chosen plan in a row, {losses.BY_MORE}.",
             grids=(losses.slower(timed, readings), losses.behind(timed, readings)),
         ),
         Section(

@@ -110,7 +110,7 @@ def _slower(entries: Sequence[Json], readings: Mapping[str, str]) -> str:
     by_call = as_markdown(losses.slower(entries, readings)) or none_faster
     otherwise = as_markdown(losses.behind(entries, readings))
     told = (
-        "By another measure a peer needs less here, or in a row, by more than 3 %, our own kernels on "
+        f"By another measure a peer needs less here, or in a row, {losses.BY_MORE}, our own kernels on "
         "one stream:"
     )
     return "\n\n".join([by_call, *([told, otherwise] if otherwise else [])])

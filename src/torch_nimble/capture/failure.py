@@ -169,17 +169,13 @@ def _cause(reason: BaseException) -> str:
 
 
 def _in_one_memory(callee: Callee) -> list[str]:
-    """Names of parameters and buffers that share memory with another."""
-    names: dict[int, list[str]] = {}
+    """Names of several parameters and buffers that share memory."""
+    names: dict[int, dict[int, str]] = {}  # one tensor may have several
     for root in callee.modules.values():
-        held = (
-            *root.named_parameters(remove_duplicate=False),
-            *root.named_buffers(remove_duplicate=False),
-        )
-        for name, tensor in held:
+        for name, tensor in (*root.named_parameters(), *root.named_buffers()):
             if tensor.layout is torch.strided and tensor.numel() > 0:
-                names.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
-    return next((found for found in names.values() if len(found) > 1), [])
+                names.setdefault(tensor.untyped_storage().data_ptr(), {}).setdefault(id(tensor), name)
+    return next((list(found.values()) for found in names.values() if len(found) > 1), [])
 
 
 def explain_operator(node: fx.Node, reason: BaseException) -> CaptureError:

@@ -210,7 +210,7 @@ class Recorder(OperatorMode):  # type: ignore[no-untyped-call]
         if draws_random(target, args, kwargs):
             self._buffers.setdefault(GENERATOR, Buffer(GENERATOR, "generator"))
             writes.append(Region(GENERATOR))
-        self._task(name, _kind(target, args), reads, writes)
+        self._task(name, _kind(target, args, kwargs), reads, writes)
         self._calls[name] = [Call(name, target, self._ref(args), self._ref(kwargs))]
         if isinstance(result, torch.Tensor):
             self._check_devices([result], str(target))
@@ -347,9 +347,9 @@ def _storage_bytes(fake: torch.Tensor) -> int:
     return fake.untyped_storage().nbytes() if fake.layout is torch.strided else 0
 
 
-def _kind(target: Any, args: Sequence[Any]) -> str:
+def _kind(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """The operator's name; a layer of ours has that of the kernel that carries it out."""
-    return called(args[-1]) if target is convolve else str(target)
+    return called([*args, *kwargs.values()][-1]) if target is convolve else str(target)
 
 
 def _short(target: Any) -> str:

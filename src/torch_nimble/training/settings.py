@@ -10,15 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
-from torch.nn.modules.module import _global_backward_hooks, _global_backward_pre_hooks
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from torch_nimble.capture.callee import refuse_compiled
 from torch_nimble.errors import CaptureError, InputError, OptionError, StateError
-
-ALL_BACKWARD_HOOKS: tuple[dict[int, Any], ...] = (_global_backward_hooks, _global_backward_pre_hooks)
-"""Backward hooks of all modules there are."""
+from torch_nimble.watch.modules import BACKWARD_HOOKS_OF_ALL
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,7 +163,7 @@ def refuse_hooks(model: nn.Module) -> None:
                 f"the parameter {name!r} has hooks on its gradient, which a plan would not call; remove "
                 "them, and do what they do in the loss function or after the step (keep_grads=True)"
             )
-    if any(ALL_BACKWARD_HOOKS):
+    if any(BACKWARD_HOOKS_OF_ALL):
         raise CaptureError("all modules have backward hooks, which a plan would not call; remove them")
     for path, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:

@@ -24,7 +24,6 @@ from torch_nimble.training.plain import plain_step
 from torch_nimble.training.rules import rule_of
 from torch_nimble.training.scaling import Scaling
 from torch_nimble.training.settings import (
-    ALL_BACKWARD_HOOKS,
     HookWatch,
     Settings,
     check_settings,
@@ -36,7 +35,7 @@ from torch_nimble.training.state import CountsApartError, StepState
 from torch_nimble.training.whole import ENDING, Phase, Step
 from torch_nimble.tree import Node, flatten_inputs, unflatten_inputs
 from torch_nimble.watch.dicts import Tables
-from torch_nimble.watch.modules import ModuleWatch
+from torch_nimble.watch.modules import BACKWARD_HOOKS_OF_ALL, ModuleWatch
 
 _OTHER_STATE = "the optimizer, its settings or the parameters that it has were changed"
 
@@ -317,7 +316,7 @@ class TrainingStep(PlanCache):
                 module._backward_hooks,
                 module._backward_pre_hooks,
             )
-        ] + [*self._modules_watch.hooks, *ALL_BACKWARD_HOOKS, *self._modules_watch.contents.tables]
+        ] + [*self._modules_watch.hooks, *BACKWARD_HOOKS_OF_ALL, *self._modules_watch.contents.tables]
 
     def _look_at_all(self) -> None:
         """Forget all plans if more than values has changed.

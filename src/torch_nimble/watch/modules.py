@@ -10,13 +10,22 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
 
 from torch_nimble.capture import MODEL_LOCK, Assigned
 from torch_nimble.watch.contents import Contents, described, is_value, own_attributes, same_value
 from torch_nimble.watch.dicts import Tables
 
 _TRAINING = operator.itemgetter("training")
+HOOKS_OF_ALL: tuple[dict[int, Any], ...] = (_global_forward_hooks, _global_forward_pre_hooks)
+"""What is called before and after every module there is."""
+BACKWARD_HOOKS_OF_ALL: tuple[dict[int, Any], ...] = (_global_backward_hooks, _global_backward_pre_hooks)
+"""The same in backward."""
 
 
 class ModuleWatch:
@@ -39,7 +48,7 @@ class ModuleWatch:
         self._values, self._objects = self._attributes(is_value), self._attributes(_is_object)
         self.contents = Contents.among(self.modules)
         self.hooks = [hooks for m in self.modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
-        self.hooks += [_global_forward_hooks, _global_forward_pre_hooks]
+        self.hooks += HOOKS_OF_ALL
         """What is called before and after these modules, or all that there are."""
         self._hooked = self._hooked_now()
         self._first: tuple[dict[str, Any], str] | None = None
