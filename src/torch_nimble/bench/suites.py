@@ -104,7 +104,11 @@ SUITES: dict[str, tuple[Case, ...]] = {
             for batch in known
             for dtype in ("fp32", "bf16")
         ),
-        *(Case(target, "bf16", 8, trains=True) for target in ("bert-base", "gpt2")),
+        *(
+            Case(target, dtype, 8, trains=True)
+            for target in ("bert-base", "gpt2")
+            for dtype in ("bf16", "fp32")
+        ),
     ),
 }
 """By name."""
