@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,3 +86,76 @@ def test_code_that_makes_results_is_part_of_what_is_remembered(
         codes.append(remembered.own_code())
     remembered.own_code.cache_clear()
     assert codes[0] != codes[1]
+
+
+HEAD = """\
+import torch
+from torch._inductor.codegen.memory_planning import _align as align
+from torch import empty_strided
+from torch._inductor.select_algorithm import extern_kernels
+"""
+PROGRAMS = {
+    "nothing": ("def call(args):\n    return tuple(args)\n", ()),
+    "a library": (
+        "def call(args):\n    extern_kernels.mm(*args)\n    return ()\n",
+        ("torch._inductor.select_algorithm",),
+    ),
+    "pools": (
+        "def call(args):\n    args[0].view(align(4))\n    return ()\n",
+        ("torch._inductor.codegen.memory_planning",),
+    ),
+    "names that begin alike": (
+        "def assert_alignment(*_): ...\ndef call(args):\n    return tuple(args)\n",
+        (),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_of_the_compiler_a_remembered_program_has_what_it_uses(name: str) -> None:
+    text, used = PROGRAMS[name]
+    kept = remembered.without_unused_imports(HEAD + text)
+    assert kept.endswith(text)
+    assert len(kept.splitlines()) == len((HEAD + text).splitlines()), "comments have their lines"
+    assert re.findall(r"^from (torch\._\S+)", kept, re.MULTILINE) == list(used)
+    compile(kept, "program", "exec")
+
+
+def test_what_is_remembered_comes_back_unless_its_program_is_gone(tmp_path: Path) -> None:
+    program, folder = tmp_path / "program.py", tmp_path / "kept"
+    program.write_text(HEAD + PROGRAMS["nothing"][0], encoding="utf-8")
+    assert remembered.recall(folder, "it") is None
+    remembered.remember(folder, "it", {"key": "k"}, program)
+    program.unlink()
+    known = remembered.recall(folder, "it")
+    assert known is not None
+    assert known["key"] == "k"
+    assert "def call" in Path(known["path"]).read_text(encoding="utf-8")
+    remembered.remember(folder, "other", {"key": "k"}, program)
+    assert remembered.recall(folder, "other") is None, "there was nothing to keep"
+    Path(known["path"]).unlink()
+    assert remembered.recall(folder, "it") is None
+
+
+_IN_A_NEW_PROCESS = """
+import sys
+from pathlib import Path
+import torch
+from torch_nimble.lower import inductor
+from torch_nimble.lower.remembered import recall
+
+known = recall(Path(sys.argv[1]), "it")
+wrapper = inductor._load(known["key"], known["path"])
+recording = inductor.record(wrapper, {"x": torch.ones(3)}, {"x": "input"}, torch.device("cpu"))
+print(len(recording.results), "torch._inductor.select_algorithm" in sys.modules)
+"""
+
+
+def test_a_remembered_program_is_followed_without_the_compiler(tmp_path: Path) -> None:
+    """To import it would take as long as all else that has to be loaded."""
+    program = tmp_path / "program.py"
+    program.write_text(HEAD + PROGRAMS["nothing"][0], encoding="utf-8")
+    remembered.remember(tmp_path, "it", {"key": "k"}, program)
+    given = [sys.executable, "-c", _IN_A_NEW_PROCESS, str(tmp_path)]
+    done = subprocess.run(given, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["1", "False"], done.stderr

@@ -29,11 +29,11 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_they_are_loaded_at_the_same_time_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded, meanwhile = list[torch.device](), threading.Event()
 
-    def use_cudnn(device: torch.device) -> None:
+    def use_libraries(device: torch.device) -> None:
         assert meanwhile.wait(10)
         loaded.append(device)
 
-    monkeypatch.setattr(loading, "_use_cudnn", use_cudnn)
+    monkeypatch.setattr(loading, "_use_libraries", use_libraries)
     for _ in range(2):
         with libraries_loading(DEVICE):
             meanwhile.set()
@@ -43,7 +43,7 @@ def test_they_are_loaded_at_the_same_time_and_once(monkeypatch: pytest.MonkeyPat
 def test_none_of_them_waits_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is there only when all have begun."""
     together = threading.Barrier(3, timeout=10)
-    monkeypatch.setattr(loading, "_use_cudnn", lambda device: together.wait())
+    monkeypatch.setattr(loading, "_use_libraries", lambda device: together.wait())
     monkeypatch.setattr(loading.inductor, "know_compiler", together.wait)
     monkeypatch.setattr(loading, "by_compiled_code", together.wait)
     with libraries_loading(DEVICE):
@@ -63,7 +63,7 @@ def test_what_goes_wrong_is_told_once_and_raises_nothing(
     def fail(device: torch.device) -> None:
         raise reason
 
-    monkeypatch.setattr(loading, "_use_cudnn", fail)
+    monkeypatch.setattr(loading, "_use_libraries", fail)
     with caplog.at_level(logging.INFO, "torch_nimble"):
         for _ in range(2):
             with libraries_loading(DEVICE):
@@ -75,7 +75,7 @@ def test_what_goes_wrong_is_told_once_and_raises_nothing(
 
 
 def test_an_error_meanwhile_leaves_no_thread_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "_use_cudnn", lambda device: None)
+    monkeypatch.setattr(loading, "_use_libraries", lambda device: None)
     before = set(threading.enumerate())
     with pytest.raises(KeyError), libraries_loading(DEVICE):
         raise KeyError

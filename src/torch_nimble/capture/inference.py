@@ -50,6 +50,7 @@ from torch_nimble.capture.isolation import (
     replaced,
 )
 from torch_nimble.capture.layouts import WritesByLayout
+from torch_nimble.capture.normalised import batch_norm_told
 from torch_nimble.errors import CaptureError, InputError
 from torch_nimble.tree import Node, Structure, flatten_inputs, flatten_output, unflatten_inputs
 
@@ -149,7 +150,8 @@ def capture(adapter: Adapter, tensors: Sequence[torch.Tensor], *, functional: bo
             DataDetached(),
             attributes_kept(callee.modules.values(), callee.values),
         ):
-            program = torch.export.export(adapter, tuple(tensors), strict=False)
+            with batch_norm_told():
+                program = torch.export.export(adapter, tuple(tensors), strict=False)
             drop_nothing(program.graph)
             graph = program.graph
             refuse_hidden_statistics(callee, graph)

@@ -13,6 +13,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -27,6 +28,11 @@ from torch_nimble.flags import numeric_flags
 _DRIVER = Path("/proc/driver/nvidia/version")
 _CUBLAS = ("nvidia-cublas", "nvidia-cublas-cu12")
 _KNOWN_OPERATORS = ("aten", "prims", "torch_nimble")
+_IMPORTS = (
+    ("from torch._inductor.select_algorithm import extern_kernels", "extern_kernels"),
+    ("from torch._inductor.codegen.memory_planning import _align as align", "align"),
+)
+"""At the head of every program of Inductor's, and what they bring."""
 
 
 def fingerprint(
@@ -46,25 +52,43 @@ def fingerprint(
 
 
 def recall(folder: Path, key: str) -> Mapping[str, Any] | None:
-    """What was remembered under that key, if its program is still there."""
+    """What was remembered under that key, and the `path` of its program, if that is still there."""
+    path = folder / f"{key}.py"
     try:
         known = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    is_whole = isinstance(known, dict) and Path(str(known.get("path", ""))).is_file()
-    return known if is_whole else None
+    return {**known, "path": str(path)} if isinstance(known, dict) and path.is_file() else None
 
 
-def remember(folder: Path, key: str, known: Mapping[str, Any]) -> None:
-    """Keep that for other processes; not being able to write is no harm."""
+def remember(folder: Path, key: str, known: Mapping[str, Any], program: Path) -> None:
+    """Keep that and the program for other processes; not being able to is no harm."""
     try:
+        text = without_unused_imports(program.read_text(encoding="utf-8"))
         folder.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=folder)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(dict(known), file)
-        os.replace(name, folder / f"{key}.json")
-    except OSError:
+        _write(folder / f"{key}.py", text)
+        _write(folder / f"{key}.json", json.dumps(dict(known)))
+    except (OSError, UnicodeError):
         return
+
+
+def _write(path: Path, text: str) -> None:
+    """All of it at once."""
+    handle, name = tempfile.mkstemp(dir=path.parent)
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(text)
+    os.replace(name, path)
+
+
+def without_unused_imports(program: str) -> str:
+    """The same program, line by line, without what it imports of Inductor's compiler and does not use.
+
+    To import the compiler takes a quarter of a preparation that finds all compiled.
+    """
+    for line, name in _IMPORTS:
+        if len(re.findall(rf"\b{name}\b", program)) == 1:
+            program = program.replace(f"\n{line}\n", f"\n{name} = None\n", 1)
+    return program
 
 
 def _is_told_by_text(node: fx.Node) -> bool:

@@ -20,6 +20,7 @@ import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -42,6 +43,7 @@ from torch_nimble.lower.inductor.workers import (
     in_workers,
     kernel_cache,
     know_compiler,
+    load_compiler,
     load_modules,
     start_workers,
     time_inside,
@@ -233,9 +235,9 @@ def compile_wrapper(module: fx.GraphModule, examples: Sequence[torch.Tensor], la
                 log.info("a remembered program could not be loaded: %s", reason)
         compiled = _compile(module, examples)
         if key is not None and not compiled.constants:
-            path, kernels = _module_of(compiled).__file__, _kernels_of(compiled)
-            found = {"key": compiled.cache_key, "path": str(path), "kernels": kernels}
-            remember(cache_folder(), key, found)
+            program = Path(str(_module_of(compiled).__file__))
+            found = {"key": compiled.cache_key, "kernels": _kernels_of(compiled)}
+            remember(cache_folder(), key, found, program)
         return wrapper_of(compiled)
 
 
@@ -261,6 +263,7 @@ def _bring_kernels(kept: str | None) -> None:
 
 
 def _compile(module: fx.GraphModule, examples: Sequence[torch.Tensor]) -> Any:
+    load_compiler()
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     found: list[Any] = []

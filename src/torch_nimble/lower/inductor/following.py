@@ -107,9 +107,9 @@ def _stand_ins(namespace: Mapping[str, Any], recorder: Recorder) -> dict[str, An
     would bring the process down, or worse, go unnoticed.
     """
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
-    from torch._inductor.select_algorithm import KernelNamespace
 
-    harmless = (*_HARMLESS, KernelNamespace)
+    compiler = sys.modules.get("torch._inductor.select_algorithm")  # not needed by every program
+    harmless = _HARMLESS if compiler is None else (*_HARMLESS, compiler.KernelNamespace)
     replaced: dict[str, Any] = {}
     for name, value in namespace.items():
         if isinstance(value, CachingAutotuner):

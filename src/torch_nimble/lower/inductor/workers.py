@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,12 @@ from typing import Any
 import torch
 
 from torch_nimble.errors import first_line
+from torch_nimble.garbage import no_garbage_collection
 
 log = logging.getLogger("torch_nimble")
 
-_MODULES = ("torch._dynamo.convert_frame", "torch._inductor.select_algorithm", "torch.export._trace")
+_MODULES = ("torch._dynamo.convert_frame", "torch._inductor.async_compile", "torch.export._trace")
+_COMPILER = ("torch._inductor.select_algorithm", "torch._inductor.compile_fx")
 KNOWN_VERSIONS = ((2, 11), (2, 15))
 """The first and the last minor version of torch whose private names are known to fit."""
 
@@ -52,9 +54,19 @@ def start_workers(device: torch.device) -> None:
 
 
 def load_modules() -> None:
-    """Import what a capture and a program of Inductor's need."""
+    """Import what a capture needs, and a program that is remembered."""
     if unsupported() is None:
-        for name in _MODULES:
+        _import(_MODULES)
+
+
+def load_compiler() -> None:
+    """Import what compiles a program, which is not needed where that is remembered."""
+    _import(_COMPILER)
+
+
+def _import(names: Iterable[str]) -> None:
+    with no_garbage_collection():
+        for name in names:
             importlib.import_module(name)
 
 
@@ -86,6 +98,8 @@ def in_workers(function: Callable[..., None], calls: Sequence[tuple[Any, ...]]) 
     feeder.shutdown(wait=False)
 
     def wait() -> None:
+        if calls:
+            load_compiler()  # what is compiled in workers is for a program that is not remembered
         for future, arguments in zip(futures.result(), calls, strict=True):
             error = future.exception()
             if error is not None:
