@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import random
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -203,3 +207,35 @@ def test_other_threads_use_the_gpu_while_an_engine_prepares() -> None:
 
     in_threads(3, work)
     assert len(rounds) > 20
+
+
+_IN_A_NEW_PROCESS = """
+import sys, torch
+import torch_nimble as nimble
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.BatchNorm2d(8), torch.nn.ReLU(), torch.nn.AvgPool2d(2))
+model = model.eval().cuda()
+x = torch.randn(2, 8, 32, 32, device="cuda")
+fast = nimble.compile(model, strict=True)
+with torch.no_grad():
+    error = (fast(x) - model(x)).norm() / model(x).norm()
+print(error.item() < 1e-5, "torch._inductor.select_algorithm" in sys.modules)
+"""
+
+
+def test_another_process_finds_all_compiled_and_loads_no_compiler(tmp_path: Path) -> None:
+    """The compiler is the larger part of what it would have to import."""
+    folders = {name: str(tmp_path / name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+    found = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", _IN_A_NEW_PROCESS],
+            env={**os.environ, **folders},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        found.append(done.stdout.split())
+    assert found == [["True", "True"], ["True", "False"]]
