@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import gc
 import math
 import os
 import subprocess
@@ -153,6 +154,20 @@ def engines_of(model: Any, args: Any = (), kwargs: Any = None) -> Iterator[tuple
         for name, plan in plans.items():
             with nimble.compile(model, args, kwargs, plan=plan) as engine:
                 yield name, engine
+
+
+@contextlib.contextmanager
+def alive(shape: tuple[int, ...]) -> Iterator[list[int]]:
+    """At the end, where tensors of that shape lie, those included that only a collection would free."""
+    found: list[int] = []
+    gc.collect()
+    gc.disable()
+    try:
+        yield found
+        tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter)]
+        found += sorted({t.untyped_storage().data_ptr() for t in tensors if t.shape == shape})
+    finally:
+        gc.enable()
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import torch_nimble as nimble
-from cpu.helpers import assert_close, assert_equal, eager, needs_versions, randomise_batch_norm
+from cpu.helpers import alive, assert_close, assert_equal, eager, needs_versions, randomise_batch_norm
 from torch_nimble.backend import _fastest
 from torch_nimble.capture import Adapter, Callee, capture
 from torch_nimble.devices import RefusedError
@@ -947,3 +947,23 @@ def test_a_wire_of_modules_that_were_exchanged_meanwhile_is_not_used(
         before = fast._changes
         fast(x)
         assert fast._changes == before + 1
+
+
+def test_nothing_is_left_of_what_a_preparation_copied(
+    device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("get_ready", "give_back"):
+        monkeypatch.setattr(CudaDevice, name, lambda self: None)
+    monkeypatch.setattr(CudaDevice, "running", lambda self: contextlib.nullcontext())
+    monkeypatch.setattr("torch_nimble.plan_cache.device_for", lambda home: device)
+    # A stand-in for a graph gives what was captured, whatever a plan is compared with.
+    monkeypatch.setattr(
+        "torch_nimble.prepare._check", lambda _, entry, __: setattr(entry, "right", True)
+    )
+    model = nn.Sequential(nn.Linear(37, 41), nn.Tanh(), nn.Linear(41, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with alive((41, 37)) as places:
+        step = nimble.compile_step(lambda model, x: model(x).square().mean(), model, optimizer)
+        step(torch.randn(3, 37))
+        assert step._prepared
+    assert len(places) == 2, "the weight and its momentum"

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import torch_nimble as nimble
-from cpu.helpers import Call, assert_close, assert_equal, needs_versions, run_script, snapshot
+from cpu.helpers import Call, alive, assert_close, assert_equal, needs_versions, run_script, snapshot
 from cpu.training_parts import (
     BATCH_NORM,
     Heads,
@@ -707,3 +707,24 @@ def test_counts_under_a_scaler_are_right_whenever_somebody_looks(make: Any) -> N
         assert ours == theirs
         assert [kept["step"].item() for kept in twins.optimizer.state.values()] == theirs
     twins.check()
+
+
+# ------------------------------------------------------------ memory
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_nothing_is_left_of_what_a_preparation_copied(forked: bool) -> None:
+    """A copy of all weights and of the momentum, and what eager makes of them, for each comparison."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(37, 41), nn.Tanh(), nn.Linear(41, 2))
+    outside = model[0].weight if forked else None
+
+    def loss_fn(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.mse_loss(model(x), y)
+        return loss if outside is None else loss + F.linear(x, outside).square().mean()
+
+    with alive((41, 37)) as places:
+        step = nimble.compile_step(loss_fn, model, momentum(model))
+        step(torch.randn(3, 37), torch.randn(3, 2))
+        assert step.explain().fallbacks == ()
+    assert len(places) == 2, "the weight and its momentum"

@@ -36,6 +36,10 @@ class StandIns(FunctionMode):
         self.learnable: dict[int, torch.Tensor] = {}
         """Other tensors that are no results, and wanted gradients when they were used, by their ids."""
 
+    def forget(self) -> None:
+        """Let go of what stood in; what was found out stays."""
+        self._stand_ins, self._new = {}, set()
+
     def called(self, func: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]) -> Any:
         others = {name: self._in_place_of(value) for name, value in named.items()}
         return func(*(self._in_place_of(value) for value in args), **others)

@@ -156,7 +156,10 @@ def measure_tasks(trial: Trial, threads: int) -> TaskGraph:
             executable.run(trial.inputs)
             rounds.append(dict(executable.spans))
 
-    with_intra_threads(threads, measure)
+    try:
+        with_intra_threads(threads, measure)
+    finally:
+        executable.close()
     return lowered.graph.with_costs(
         [
             statistics.median((r[task.name][1] - r[task.name][0]) * 1e6 for r in rounds[1:])

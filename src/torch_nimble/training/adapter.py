@@ -415,8 +415,11 @@ class StepAdapter:
             yield self._looked
             return
         self._looked = StandIns(stand_ins)
-        with self._looked:
-            yield self._looked
+        try:
+            with self._looked:
+                yield self._looked
+        finally:
+            self._looked.forget()  # copies of all state, of which the gradients come later
 
     def _optimizer_over(self, own: Tensors) -> torch.optim.Optimizer:
         """An optimizer like the caller's, in the same state, over the copies."""
