@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from cpu.bench_records import HTML, full, line, rejected, speed, step, timed
-from torch_nimble.bench import command, page, tables
+from torch_nimble.bench import command, losses, page, tables
 from torch_nimble.bench.plots import Level, Panel, Point, Series, bars, lines, ticks
 from torch_nimble.bench.record import Json
 from torch_nimble.errors import InputError
@@ -262,6 +262,25 @@ def test_means_are_of_plain_results_that_were_accepted(tmp_path: Path) -> None:
     assert "<strong>0 of 4</strong><span>results of inference on NVIDIA H200 in which some" in tiles
 
 
+def test_steps_that_keep_more_memory_are_listed_with_their_reading() -> None:
+    def entry(theirs: object, ours: object) -> Json:
+        kept = {"compile": theirs, "nimble": ours}
+        systems = {name: {"memory": {"running": {"reserved": n}}} for name, n in kept.items()}
+        return line("train-memory", "resnet50", dtype="fp32", batch=32, systems=systems)
+
+    readings = {"resnet50 fp32 32 training, memory": "Streams.", "resnet50 fp32 32 training": "No."}
+    entries = [
+        entry(40 << 20, 50 << 20),
+        entry(50 << 20, 50 << 20),
+        entry(None, 50 << 20),
+        entry(1, None),
+    ]
+    (row,) = losses.larger(entries, readings).rows
+    assert [cell.text for cell in row] == ["resnet50 fp32 32 training", "40", "50", "25.0 %", "Streams."]
+    (row,) = losses.larger(entries, {}).rows
+    assert row[-1].text == "no reading yet"
+
+
 def test_who_needs_less_by_another_measure_is_listed_with_its_reading(tmp_path: Path) -> None:
     notes = {"interval_us": 450.0, "p99_us": 500.0, "energy_mj": 80.0}
     peers = {
@@ -428,6 +447,7 @@ def test_the_pieces_of_documentation() -> None:
         "gpu in a row",
         "gpu training in a row",
         "gpu step memory",
+        "gpu step memory more",
         "gpu cost",
         "gpu memory",
         "gpu plans",
@@ -447,6 +467,7 @@ def test_the_pieces_of_documentation() -> None:
     assert re.search(r"nasnet-a-mobile +\| fp16 .* busy .* 990 ", pieces["gpu batch"])
     assert re.search(r"mobilenet-v2 +\| fp32 +\| 32 .* 450 .* 3.61×", pieces["gpu training"])
     assert re.search(r"\| fp32 +\| 32 .* 25 .* 30 .* 50 .* 60 .* 1.20×", pieces["gpu step memory"])
+    assert re.search(r"32 training +\| 25 .* 30 .* 20.0 % .* no reading", pieces["gpu step memory more"])
     assert re.search(r"resnet50 .* 31.4", pieces["gpu cost"])
     assert re.search(r"googlenet .* 1.20×", pieces["gpu memory"])
     assert re.search(r"amoebanet .* 2.00×", pieces["gpu plans"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from torch_nimble.bench.cells import has_number
-from torch_nimble.bench.record import Json
+from torch_nimble.bench.record import Json, value_at
 from torch_nimble.bench.selection import (
     OURS,
     PEERS,
@@ -76,3 +76,18 @@ def _rows_of(entry: Json, readings: Mapping[str, str]) -> Iterator[tuple[Cell, .
                 number(100 * (more - 1), ".1f", " %", "bad"),
                 word(reading),
             )
+
+
+def larger(entries: Sequence[Json], readings: Mapping[str, str]) -> Grid:
+    """Training steps for which ours keeps more memory than torch.compile does, its usual mode."""
+    rows = []
+    for entry in entries:
+        name = name_of(entry)
+        reserved = (value_at(entry, f"{one}.memory.running.reserved") for one in ("compile", OURS))
+        theirs, ours = (value / 2**20 if isinstance(value, int) else 0.0 for value in reserved)
+        if 0 < theirs < ours:
+            reading = readings.get(f"{name}, memory", _NO_READING)
+            more = number(100 * (ours / theirs - 1), ".1f", " %", "bad")
+            rows.append((word(name), number(theirs), number(ours), more, word(reading)))
+    header = ("result", "torch.compile, MiB", "ours, MiB", "ours more by", "reading")
+    return Grid(header, tuple(rows))

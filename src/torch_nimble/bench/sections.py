@@ -134,8 +134,12 @@ def sections_of(entries: Sequence[Json], readings: Mapping[str, str]) -> list[Se
             "Memory of training steps",
             "MiB, each system in a process of its own: what torch reserves for steps (weights, "
             "gradients, the optimizer's state, what forward keeps), and the most it had in use and "
-            "reserved while the step was made ready.",
-            grids=(grids.step_memory(of(kept, "train-memory")),),
+            "reserved while the step was made ready. Below: steps for which ours reserves more than "
+            "torch.compile does, with what we make of it.",
+            grids=(
+                grids.step_memory(of(kept, "train-memory")),
+                losses.larger(of(kept, "train-memory"), readings),
+            ),
         ),
         Section(
             "batches",

@@ -106,7 +106,7 @@ def sound(entries: Iterable[Json]) -> list[Json]:
 def name_of(entry: Json) -> str:
     """`target dtype batch`, and what is not usual about it: by this its reading is found."""
     unusual = {
-        "training": entry["measure"] == "train",
+        "training": entry["measure"] in ("train", "train-memory"),
         "load": entry["load"],
         "cpu": place_of(entry)[0] == "cpu",
     }
