@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._decomp import decompositions
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from torch_nimble.capture import normalised
@@ -86,6 +86,32 @@ def test_it_is_what_torch_finds_out(way: str, device: str, plain: list[bool]) ->
             assert told_of(*case) == by_torch, case
     FakeTensorMode.cache_clear()
     assert any(plain) != (way == "training")
+
+
+@pytest.mark.parametrize("stride", [0, 5, 60, 999], ids="begins {} on".format)
+@pytest.mark.parametrize("layout", ["contiguous", "channels last"])
+def test_where_another_image_would_begin_is_nothing_to_go_by(
+    layout: str, stride: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An image of some of another's channels lies as if there were more of them."""
+    within = LAYOUTS[layout]
+    monkeypatch.setitem(
+        LAYOUTS, "alone", lambda x: (x := within(x)).as_strided(x.shape, (stride, *x.stride()[1:]))
+    )
+    case = ("no training", "cpu", (1, 4, 3, 5), "alone", (HALF, SINGLE))
+    by_torch = told_of(*case)
+    with batch_norm_told():
+        assert told_of(*case) == by_torch
+    FakeTensorMode.cache_clear()
+
+
+def test_an_image_is_enough_to_be_told() -> None:
+    """Whoever calls torch's definition itself may have left the mode that the image is of."""
+    with FakeTensorMode():
+        image, *vectors = torch.empty(2, 3, 4, 4), *(torch.empty(3) for _ in range(4))
+    with batch_norm_told():
+        made = decompositions.native_batch_norm_helper(image, *vectors, False, 0.1, 1e-5, True)
+    assert [type(one) for one in made] == [FakeTensor] * 5
 
 
 def test_what_is_traced_is_traced_as_ever() -> None:

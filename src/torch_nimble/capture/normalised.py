@@ -64,10 +64,8 @@ def _made(args: tuple[Any, ...]) -> tuple[torch.Tensor, ...] | None:
         if vector.shape != image.shape[1:2] or vector.device != image.device or vector.stride() != (1,):
             return None
 
-    def of_channels() -> torch.Tensor:
-        return torch.empty(image.shape[1], dtype=computed, device=image.device)
-
-    made = torch.empty_strided(image.shape, image.stride(), dtype=image.dtype, device=image.device)
+    of_channels = functools.partial(image.new_empty, image.shape[1], dtype=computed)
+    made = image.new_empty_strided(image.shape, image.stride())
     if image.device.type == "cpu":
         saved = image.new_empty((0,)), image.new_empty((0,))
     else:
@@ -84,5 +82,6 @@ def _is_plain(image: Any) -> bool:
         and all(type(size) is int for size in image.shape)
         and min(image.shape[1:]) > 1
         and image.shape[0] > 0
+        and image.stride(0) == image.shape[1:].numel()  # of one image it could be any
         and any(image.is_contiguous(memory_format=one) for one in _FORMATS)
     )
