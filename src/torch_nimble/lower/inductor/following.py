@@ -108,8 +108,9 @@ def _stand_ins(namespace: Mapping[str, Any], recorder: Recorder) -> dict[str, An
     """
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
-    compiler = sys.modules.get("torch._inductor.select_algorithm")  # not needed by every program
-    harmless = _HARMLESS if compiler is None else (*_HARMLESS, compiler.KernelNamespace)
+    # Not needed by every program; another thread may be importing it.
+    compiler = sys.modules.get("torch._inductor.select_algorithm")
+    harmless = (*_HARMLESS, getattr(compiler, "KernelNamespace", types.NoneType))
     replaced: dict[str, Any] = {}
     for name, value in namespace.items():
         if isinstance(value, CachingAutotuner):
