@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,32 @@ def test_what_is_remembered_comes_back_unless_its_program_is_gone(tmp_path: Path
     assert remembered.recall(folder, "other") is None, "there was nothing to keep"
     Path(known["path"]).unlink()
     assert remembered.recall(folder, "it") is None
+
+
+def test_a_program_is_not_taken_for_what_is_known_of_another(tmp_path: Path) -> None:
+    """Two processes may write at the same time, and one that is stopped leaves half of a file."""
+    program, kept = tmp_path / "program.py", tmp_path / "it.py"
+    texts = []
+    for name in ("pools", "nothing"):
+        program.write_text(HEAD + PROGRAMS[name][0], encoding="utf-8")
+        remembered.remember(tmp_path, "it", {"key": name}, program)
+        texts.append(kept.read_text(encoding="utf-8"))
+        assert remembered.recall(tmp_path, "it") is not None
+    for text in (texts[0], texts[1][:-10], ""):
+        kept.write_text(text, encoding="utf-8")
+        assert remembered.recall(tmp_path, "it") is None
+
+
+def test_a_program_is_followed_while_another_thread_imports_the_compiler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "torch._inductor.select_algorithm"
+    monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    namespace: dict[str, Any] = {}
+    exec("def call(args):\n    return tuple(args)\n", namespace)
+    wrapper = inductor.Wrapper(namespace["call"], namespace)
+    recording = inductor.record(wrapper, {"x": torch.ones(3)}, {"x": "input"}, torch.device("cpu"))
+    assert len(recording.results) == 1
 
 
 _IN_A_NEW_PROCESS = """

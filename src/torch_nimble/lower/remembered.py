@@ -52,13 +52,18 @@ def fingerprint(
 
 
 def recall(folder: Path, key: str) -> Mapping[str, Any] | None:
-    """What was remembered under that key, and the `path` of its program, if that is still there."""
+    """What was remembered under that key, and the `path` of its program, if that is still the same.
+
+    Processes that compile the same graph may make different programs of it, by what was faster then.
+    """
     path = folder / f"{key}.py"
     try:
         known = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except (OSError, ValueError):
         return None
-    return {**known, "path": str(path)} if isinstance(known, dict) and path.is_file() else None
+    is_whole = isinstance(known, dict) and known.get("program") == _digest(text)
+    return {**known, "path": str(path)} if is_whole else None
 
 
 def remember(folder: Path, key: str, known: Mapping[str, Any], program: Path) -> None:
@@ -67,7 +72,7 @@ def remember(folder: Path, key: str, known: Mapping[str, Any], program: Path) ->
         text = without_unused_imports(program.read_text(encoding="utf-8"))
         folder.mkdir(parents=True, exist_ok=True)
         _write(folder / f"{key}.py", text)
-        _write(folder / f"{key}.json", json.dumps(dict(known)))
+        _write(folder / f"{key}.json", json.dumps({**known, "program": _digest(text)}))
     except (OSError, UnicodeError):
         return
 
@@ -78,6 +83,10 @@ def _write(path: Path, text: str) -> None:
     with os.fdopen(handle, "w", encoding="utf-8") as file:
         file.write(text)
     os.replace(name, path)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def without_unused_imports(program: str) -> str:
