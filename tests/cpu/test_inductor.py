@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import sys
 import types
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -150,6 +152,18 @@ def test_a_program_is_not_taken_for_what_is_known_of_another(tmp_path: Path) -> 
     for text in (texts[0], texts[1][:-10], ""):
         kept.write_text(text, encoding="utf-8")
         assert remembered.recall(tmp_path, "it") is None
+
+
+@pytest.mark.parametrize("reason", [OSError("no space left"), KeyboardInterrupt()])
+def test_what_could_not_be_kept_leaves_no_file(
+    reason: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, folder = tmp_path / "program.py", tmp_path / "kept"
+    program.write_text(HEAD, encoding="utf-8")
+    monkeypatch.setattr(remembered.os, "replace", mock.Mock(side_effect=reason))
+    with contextlib.suppress(KeyboardInterrupt):
+        remembered.remember(folder, "it", {"key": "k"}, program)
+    assert list(folder.iterdir()) == []
 
 
 def test_a_program_is_followed_while_another_thread_imports_the_compiler(

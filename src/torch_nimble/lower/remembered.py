@@ -78,11 +78,15 @@ def remember(folder: Path, key: str, known: Mapping[str, Any], program: Path) ->
 
 
 def _write(path: Path, text: str) -> None:
-    """All of it at once."""
-    handle, name = tempfile.mkstemp(dir=path.parent)
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(text)
-    os.replace(name, path)
+    """All of it at once, or nothing."""
+    handle, draft = tempfile.mkstemp(dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(draft, path)
+    except BaseException:
+        Path(draft).unlink(missing_ok=True)
+        raise
 
 
 def _digest(text: str) -> str:
