@@ -234,7 +234,7 @@ def _fastest(
         name = fastest(timings, {entry.name: entry.plan.streams for entry in entries}, TIE_OF_REPLAYS)
         winner = next(entry for entry in entries if entry.name == name)
         for entry in entries:
-            entry.executable.close()
+            entry.close()
     finally:
         trial.restore()
     assert isinstance(winner.executable, CudaExecutable)

@@ -54,11 +54,16 @@ class FoldedConstants:
         for call in reversed(program.folding):
             if call.name in needed:
                 needed.update(name for name in call.refs() if name not in values)
+        last = {ref: name for name, call in calls.items() if name in needed for ref in call.refs()}
         with torch.inference_mode(False), torch.no_grad(), autocast_off():
             for name, call in calls.items():
                 if name in needed:
                     args, kwargs = resolve(call.args, values), resolve(call.kwargs, values)
                     values[name] = call.target(*args, **kwargs)
+                    del args, kwargs
+                    for ref in set(call.refs()) - program.constants:
+                        if last[ref] == name:
+                            del values[ref]
         self._values.update({keys[name]: values[name] for name in missing})
         return {name: values[name] for name in program.constants}
 

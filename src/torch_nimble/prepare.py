@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -159,7 +160,8 @@ def _prepare(
             lowerings = device.lowerings(adapter, tensors, captured, options, notes, tuned)
     with stages("fold constants"):
         roundings = roundings_of(captured, device)
-        trials = [Trial(adapter, lowered, tensors, folded, roundings) for lowered in lowerings]
+        copies: dict[Any, torch.Tensor] = {}
+        trials = [Trial(adapter, low, tensors, folded, roundings, copies) for low in lowerings]
     with stages("run eager"):
         reference = _reference(adapter, trials[0], tensors)
         if adapter.trains and not agrees(first, reference[: len(first)], device.allowed_error):
@@ -197,10 +199,14 @@ def _prepare(
         with stages("settle"):
             count = len(winner.trial.lowered.program.outputs)
             strides = tuple(result.stride() for result in reference[:count])
+            reference.clear()  # nothing is run any more on copies, nor compared
+            copies.clear()
             executable = device.settle(winner, entries, options, strides)
     except BaseException:
         for entry in entries:
-            entry.executable.close()
+            entry.close()
+        reference.clear()  # a traceback may be kept
+        copies.clear()
         raise
     log.info("%s: chose %r of %d candidates", adapter.callee.name, chosen, len(entries))
     choice = Choice(

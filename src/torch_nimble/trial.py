@@ -45,11 +45,15 @@ class Trial:
         tensors: Sequence[torch.Tensor],
         folded: FoldedConstants,
         roundings: Mapping[str, float] | None = None,
+        copies: dict[Any, torch.Tensor] | None = None,
     ) -> None:
-        """`roundings` are those of the numbers that each parameter is computed with, by target."""
+        """`roundings` are those of the numbers that each parameter is computed with, by target.
+
+        Trials that are given the same `copies` have them in common: each begins with a `restore`.
+        """
         self._adapter = adapter
         self._roundings = roundings or {}
-        self._shaken: list[torch.Tensor] | None = None
+        self._noises: dict[Key, float] | None = None
         self._own_errors: dict[Key, float] | None = None
         self.lowered = lowered
         self.watch = Watch.of(lowered.program, adapter.callee)
@@ -66,12 +70,25 @@ class Trial:
             for name in program.state & program.constants
             if (tensor := program.sources[name].tensor()) is not None
         }
-        self._copies = {name: copied_as_it_lies(tensor) for name, tensor in self._state.items()}
-        self.copied_constants = {**self.constants, **self._copies}
+        self._copied = {} if copies is None else copies
         self.lost: list[str] = []
         """State that eager changes and the program does not write, by target."""
         self._generators = TorchGenerators()
         self._after_eager = self._after_run = torch.get_rng_state()
+
+    @property
+    def _copies(self) -> dict[str, torch.Tensor]:
+        """Of the state, made when they are first wanted: eager, which has its own, runs before."""
+        keys = {name: (name, id(tensor)) for name, tensor in self._state.items()}
+        for name, key in keys.items():
+            if key not in self._copied:
+                self._copied[key] = copied_as_it_lies(self._state[name])
+        return {name: self._copied[key] for name, key in keys.items()}
+
+    @property
+    def copied_constants(self) -> dict[str, torch.Tensor]:
+        """The constants to run plans with: what is written is a copy."""
+        return {**self.constants, **self._copies}
 
     def eager(self, stand_in: StandIn | None = None) -> list[torch.Tensor]:
         """What the model itself returns and leaves in what it writes, from the caller's random state.
@@ -143,7 +160,7 @@ class Trial:
                 tolerance = max(slack, tolerance)
             error = self._error(results, reference, places, slack is not None)
             if tolerance < error <= _MOST and any(self._roundings.values()):
-                noise = self._error(self._shake(reference), reference, places, slack is not None)
+                noise = self._noise(key, groups, reference)
                 usual = noise / (_STIRRED if reference[places[0]].is_cuda else _SHAKEN)
                 if self._own_error(key, groups, reference) <= max(tolerance, usual):
                     tolerance = max(tolerance, min(_SHAKEN * noise, _MOST))
@@ -165,29 +182,35 @@ class Trial:
             return joined_error(found, wanted)
         return _share_missed(found, wanted, [self._before(i, reference) for i in places])
 
+    def _noise(
+        self, key: Key, groups: Mapping[Key, Sequence[int]], reference: Sequence[torch.Tensor]
+    ) -> float:
+        """How far eager's results move with weights that are off by a rounding."""
+        if self._noises is None:
+            self._noises = self._errors(self._shake(reference), groups, reference)
+        return self._noises[key]
+
     def _shake(self, reference: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """What eager gives with weights that are off by a rounding, from the same random state.
 
         The reference itself where that cannot be found out: then nothing more is allowed.
         """
-        if self._shaken is None:
-            source = torch.Generator().manual_seed(0)
+        source = torch.Generator().manual_seed(0)
 
-            def shaken(target: str, tensor: torch.Tensor) -> torch.Tensor:
-                rounding = self._roundings.get(target, 0.0)
-                if rounding == 0.0:
-                    return tensor.clone()
-                by = torch.rand(tensor.shape, generator=source, dtype=torch.float64) * 2 - 1
-                return (tensor.double() * (1 + rounding * by.to(tensor.device))).to(tensor.dtype)
+        def shaken(target: str, tensor: torch.Tensor) -> torch.Tensor:
+            rounding = self._roundings.get(target, 0.0)
+            if rounding == 0.0:
+                return tensor.clone()
+            by = torch.rand(tensor.shape, generator=source, dtype=torch.float64) * 2 - 1
+            return (tensor.double() * (1 + rounding * by.to(tensor.device))).to(tensor.dtype)
 
-            try:
-                with generators_kept():
-                    self._generators.restore()
-                    self._shaken = self.eager(shaken)
-            except Exception as reason:
-                log.info("weights could not be shaken: %s", reason)
-                self._shaken = list(reference)
-        return self._shaken
+        try:
+            with generators_kept():
+                self._generators.restore()
+                return self.eager(shaken)
+        except Exception as reason:
+            log.info("weights could not be shaken: %s", reason)
+            return reference
 
     def _own_error(
         self, key: Key, groups: Mapping[Key, Sequence[int]], reference: Sequence[torch.Tensor]
@@ -197,11 +220,20 @@ class Trial:
             with generators_kept():
                 self._generators.restore()
                 again = self.eager()
-            self._own_errors = {
-                one: self._error(again, reference, places, one[1] is not None)
-                for one, places in groups.items()
-            }
+            self._own_errors = self._errors(again, groups, reference)
         return self._own_errors[key]
+
+    def _errors(
+        self,
+        results: Sequence[torch.Tensor],
+        groups: Mapping[Key, Sequence[int]],
+        reference: Sequence[torch.Tensor],
+    ) -> dict[Key, float]:
+        """Of all that is compared as one vector: numbers are kept, and not a copy of everything."""
+        return {
+            key: self._error(results, reference, places, key[1] is not None)
+            for key, places in groups.items()
+        }
 
     def _results_of(self, reference: Sequence[torch.Tensor]) -> int:
         """How many of the values that are compared are results."""
@@ -224,8 +256,8 @@ class Trial:
         for tensor, given, written in zip(self.inputs, self.given, self._written, strict=True):
             if written:
                 tensor.copy_(given)
-        for name, tensor in self._state.items():
-            self._copies[name].copy_(tensor)
+        for name, copy in self._copies.items():
+            copy.copy_(self._state[name])
         self._generators.restore()
 
 

@@ -156,6 +156,12 @@ def engines_of(model: Any, args: Any = (), kwargs: Any = None) -> Iterator[tuple
                 yield name, engine
 
 
+def places_of(shape: tuple[int, ...]) -> list[int]:
+    """Where tensors of that shape lie now."""
+    tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter)]
+    return sorted({t.untyped_storage().data_ptr() for t in tensors if t.shape == shape})
+
+
 @contextlib.contextmanager
 def alive(shape: tuple[int, ...]) -> Iterator[list[int]]:
     """At the end, where tensors of that shape lie, those included that only a collection would free."""
@@ -164,8 +170,7 @@ def alive(shape: tuple[int, ...]) -> Iterator[list[int]]:
     gc.disable()
     try:
         yield found
-        tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter)]
-        found += sorted({t.untyped_storage().data_ptr() for t in tensors if t.shape == shape})
+        found += places_of(shape)
     finally:
         gc.enable()
 

@@ -967,3 +967,27 @@ def test_nothing_is_left_of_what_a_preparation_copied(
         step(torch.randn(3, 37))
         assert step._prepared
     assert len(places) == 2, "the weight and its momentum"
+
+
+def test_of_plans_that_were_compared_nothing_is_there_when_the_winner_is_captured_for_good(
+    model: nn.Module, device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their graphs and their arena would take as much once more as the plan that stays."""
+    monkeypatch.setattr(CudaDevice, "give_back", lambda self: None)
+    lowered, trial = parts(model, *inputs())
+    entries = list(device.entries(trial, Options()))
+    assert len(entries) > 1
+    found = []
+    in_room = CudaExecutable.in_room
+
+    def watched(self: CudaExecutable, *args: Any, **named: Any) -> CudaExecutable:
+        graphs = [x for x in gc.get_objects() if type(x) is Graph]
+        found.append((len(graphs), self.room._segments))
+        return in_room(self, *args, **named)
+
+    monkeypatch.setattr(CudaExecutable, "in_room", watched)
+    gc.collect()
+    strides = tuple(result.stride() for result in trial.eager()[: len(lowered.program.outputs)])
+    made = device.settle(entries[-1], entries, Options(), strides)
+    assert found == [(0, [])]
+    made.close()

@@ -14,6 +14,7 @@ import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -309,7 +310,7 @@ def _attributes_used(owner: Any, function: Any, seen: frozenset[int]) -> Iterato
         return
     own: dict[str, Any] = getattr(owner, "__dict__", {})
     tables = [own, *map(vars, type(owner).__mro__)]
-    for name in _attributes_read(type(owner), function):  # type: ignore[arg-type]
+    for name in _attributes_read(type(owner), function):
         value = next((table[name] for table in tables if name in table), None)
         if isinstance(value, types.MemberDescriptorType):  # of an object with slots
             value = getattr(owner, name, None)
@@ -319,9 +320,19 @@ def _attributes_used(owner: Any, function: Any, seen: frozenset[int]) -> Iterato
             yield from _held_by(f"self.{name}", value, seen)
 
 
-@functools.lru_cache
+_known_attributes: WeakKeyDictionary[type, dict[types.CodeType, tuple[str, ...]]] = WeakKeyDictionary()
+"""Functions of a class that was made in a function may have a model in their closures."""
+
+
 def _attributes_read(kind: type, function: types.FunctionType) -> tuple[str, ...]:
     """Names of attributes that a method reads, or a method or property of its class that it uses."""
+    known = _known_attributes.setdefault(kind, {})
+    if function.__code__ not in known:
+        known[function.__code__] = tuple(_find_attributes(kind, function))
+    return known[function.__code__]
+
+
+def _find_attributes(kind: type, function: types.FunctionType) -> dict[str, None]:
     names, left = dict[str, None](), [function]
     while left:
         for name in _names_read(left.pop().__code__):
@@ -330,7 +341,7 @@ def _attributes_read(kind: type, function: types.FunctionType) -> tuple[str, ...
                 member = inspect.getattr_static(kind, name, None)
                 member = member.fget if isinstance(member, property) else member
                 left += [inspect.unwrap(member)] if inspect.isfunction(member) else []
-    return tuple(names)
+    return names
 
 
 def _names_read(code: types.CodeType) -> dict[str, None]:

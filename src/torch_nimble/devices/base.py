@@ -68,7 +68,10 @@ class TrialRun(Protocol):
     given: Sequence[torch.Tensor]
     """The caller's own tensors, of which `inputs` has copies where they are written."""
     constants: dict[str, torch.Tensor]
-    copied_constants: dict[str, torch.Tensor]
+
+    @property
+    def copied_constants(self) -> Mapping[str, torch.Tensor]:
+        """The same, of what runs write copies."""
 
     def restore(self) -> None:
         """Undo what runs have left behind."""
@@ -99,6 +102,10 @@ class Entry:
     def run(self) -> None:
         """Once, on the trial's inputs."""
         self.executable.run(self.trial.inputs)
+
+    def close(self) -> None:
+        """Nothing is compared any more."""
+        self.executable.close()
 
     def report(self, timing: Timing | None) -> Candidate:
         """What `explain()` says of it."""

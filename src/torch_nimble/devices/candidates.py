@@ -212,6 +212,13 @@ class CudaEntry(Entry):
 
     binding: Binding = None  # type: ignore[assignment]
 
+    def close(self) -> None:
+        """Free its graph, and the arena that it shares with those it was compared with."""
+        super().close()
+        assert isinstance(self.executable, CudaExecutable)
+        self.executable.room.clear()
+        self.binding = None  # type: ignore[assignment]
+
 
 def _replay(binding: Binding) -> None:
     binding.replay()

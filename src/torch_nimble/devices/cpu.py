@@ -122,7 +122,7 @@ class CpuDevice(Device):
         """The winner itself, on the model's own state."""
         for entry in entries:
             if entry is not winner:
-                entry.executable.close()
+                entry.close()
         assert isinstance(winner.executable, CpuExecutable)
         winner.executable.bind(winner.trial.constants)
         return winner.executable

@@ -186,7 +186,8 @@ class CudaDevice(Device):
     ) -> Executable:
         """The winner's plan captured again in the engine's own room; that of the trial is freed."""
         for entry in entries:
-            entry.executable.close()
+            entry.close()
+        self.give_back()
         assert isinstance(winner.executable, CudaExecutable)
         lowered = winner.executable.lowered
         variants = {name: k.variant() for name, k in lowered.program.tunables().items()}

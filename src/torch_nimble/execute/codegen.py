@@ -101,7 +101,7 @@ def compile_plan(
         source = writer.close()
         filename = f"<torch_nimble plan {id(namespace):x} {writer.name}>"
         exec(compile(source, filename, "exec"), namespace)
-        functions[where] = namespace[writer.name]
+        functions[where] = namespace.pop(writer.name)  # it refers to the namespace
         tasks_by_line[filename] = writer.task_of_line
     return Compiled(
         begin=functions[BEGIN],

@@ -145,7 +145,7 @@ class CpuExecutable:
         if self._team is not None:
             self._team.close()
         self._constants.clear()
-        self._code.namespace.clear()  # code and namespace refer to each other
+        self._code.namespace.clear()  # a thread that ends may hold it
 
     def _annotate(self, error: BaseException) -> None:
         traceback = error.__traceback__

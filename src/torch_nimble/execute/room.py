@@ -104,6 +104,12 @@ class Room:
             missing = size
         self._segments.append(torch.empty(missing, dtype=torch.uint8, device=self.device))
 
+    def clear(self) -> None:
+        """Give the arena back. Graphs that know its addresses must not run again."""
+        for resident in self._residents:
+            resident.forget_graphs()
+        self._segments.clear()
+
     def place(self, offset: int, allocation: Allocation) -> torch.Tensor:
         """The tensor at that place of the arena."""
         if allocation.nbytes == 0:

@@ -340,40 +340,49 @@ class StepAdapter:
         """
         step = self._step
         held = self.held()
-        after = {t: copied_as_it_lies(v) for t, v in held.items()}
+        unseen = step.state.unseen()
+        after = {t: copied_as_it_lies(v) for t, v in held.items() if t not in unseen}
         begun: dict[str, torch.Tensor] = {}
-        if stand_in is not None:
-            begun = {t: stand_in(t, after[t]) for t, v in held.items() if isinstance(v, nn.Parameter)}
-            after |= {target: value.clone() for target, value in begun.items()}
+        for target in after if stand_in is not None else ():
+            if stand_in is not None and isinstance(held[target], nn.Parameter):
+                begun[target] = stand_in(target, after[target])
+                after[target] = begun[target].clone()
         own = under("model", after)
         trained = {m.name: own[m.name] for m in step.state.members if m.parameter.requires_grad}
         for parameter in trained.values():
             parameter.requires_grad_()
         after |= kept_aside(self._phase, after)
         before = to_put_back(step, self._phase, after)
-        optimizer = step.optimizer if step.rule is None else self._optimizer_over(own)
+        optimizer = step.optimizer if step.rule is None else self._optimizer_over(own, after)
         results: list[torch.Tensor] = []
         if self._phase == "update":
             for name in self.updated:
                 trained[name].grad = after[f"sum.{name}"].clone()
         else:
-            stand_ins = {id(value): after[target] for target, value in held.items()}
+            stand_ins = {id(value): after[target] for target, value in held.items() if target in after}
             results = self._eager_gradients(tensors, own, trained, after, stand_ins)
+            del stand_ins
         if self.updates:
             finish(step, trained, optimizer, after)
             after |= before if before and after["signal.skipped"] else {}
         else:
             after |= {f"sum.{n}": p.grad for n, p in trained.items() if p.grad is not None}
+        for parameter in trained.values():
+            parameter.grad = None
         for member in step.state.members if step.rule is not None else ():
             kept = optimizer.state[own[member.name]]
             prefix = f"optimizer.{member.name}."
             after |= {
-                prefix + kind: v for kind, v in kept.items() if prefix + kind in after and v is not None
+                prefix + kind: v for kind, v in kept.items() if prefix + kind in held and v is not None
             }
             if step.rule is not None and step.rule.counts_steps and "step" in kept:
                 target = f"counter.{member.counter}"
                 after[target] = torch.as_tensor(kept["step"]).to(after[target])
-        after |= {t: after[t].detach() - (value - held[t]) for t, value in begun.items()}
+        after |= {target: copied_as_it_lies(held[target]) for target in unseen - after.keys()}
+        del own, trained, optimizer, before
+        while begun:  # one after another, and each is gone before the next
+            target, value = begun.popitem()
+            after[target] = after[target].detach() - value.sub_(held[target])
         return tuple(results), {target: value.detach() for target, value in after.items()}
 
     def _eager_gradients(
@@ -421,8 +430,8 @@ class StepAdapter:
         finally:
             self._looked.forget()  # copies of all state, of which the gradients come later
 
-    def _optimizer_over(self, own: Tensors) -> torch.optim.Optimizer:
-        """An optimizer like the caller's, in the same state, over the copies."""
+    def _optimizer_over(self, own: Tensors, copies: Tensors) -> torch.optim.Optimizer:
+        """An optimizer like the caller's, in the same state, over copies of all that it has."""
         step = self._step
         names = {m.parameter: m.name for m in step.state.members}
         groups = [
@@ -433,5 +442,7 @@ class StepAdapter:
         for parameter, name in names.items():
             known = step.optimizer.state.get(parameter)
             if known:  # load_state_dict would make it the parameter's dtype
-                made.state[own[name]] = copy.deepcopy(known)
+                held = step.state.kept(name)
+                copied = {id(v): copies[t] for t, v in held.items() if t in copies}
+                made.state[own[name]] = copy.deepcopy(known, copied)
         return made

@@ -90,7 +90,8 @@ class StepState:
         if rule is not None:
             for member in self.members:
                 known = optimizer.state.get(member.parameter) or {}
-                kinds = rule.state(self.group(member))
+                is_kept = member.parameter.requires_grad or known
+                kinds = rule.state(self.group(member)) if is_kept else ()
                 self._kept[member.name] = {
                     kind: _as_kept(known.get(kind), member.parameter) for kind in kinds
                 }
@@ -173,6 +174,22 @@ class StepState:
                 target = f"{prefix}.{key}"
                 found[target] = Source(own, key, target, target)
         return found if self._scaling is None else found | self._scaling.sources()
+
+    def kept(self, name: str) -> dict[str, torch.Tensor]:
+        """What is kept for a parameter, by target."""
+        return {f"optimizer.{name}.{kind}": tensor for kind, tensor in self._kept[name].items()}
+
+    def unseen(self) -> set[str]:
+        """Targets of what is kept here and has not been put into the optimizer or the parameters."""
+        found = set()
+        for member in self.members:
+            known = self._optimizer.state.get(member.parameter) or {}
+            seen = set(map(id, (*known.values(), member.parameter.grad)))
+            own = self.kept(member.name) if self._kept else {}
+            if member.name in self._gradients:
+                own[f"gradient.{member.name}"] = self._gradients[member.name]
+            found |= {target for target, tensor in own.items() if id(tensor) not in seen}
+        return found
 
     # ------------------------------------------------------------ the caller's optimizer
 
