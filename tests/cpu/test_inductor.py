@@ -17,9 +17,11 @@ import torch.compiler.config as compiler_config
 from torch import fx, nn
 from torch._inductor import lowering
 
+from torch_nimble import drafts
 from torch_nimble.kernels.attending import attention
 from torch_nimble.kernels.operator import convolve
 from torch_nimble.lower import inductor, remembered
+from torch_nimble.lower.inductor import following
 
 
 def graph_of(target: Any) -> fx.Graph:
@@ -117,24 +119,32 @@ PROGRAMS = {
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_of_the_compiler_a_remembered_program_has_what_it_uses(name: str) -> None:
     text, used = PROGRAMS[name]
-    kept = remembered.without_unused_imports(HEAD + text)
+    kept = following.without_unused_imports(HEAD + text)
     assert kept.endswith(text)
     assert len(kept.splitlines()) == len((HEAD + text).splitlines()), "comments have their lines"
     assert re.findall(r"^from (torch\._\S+)", kept, re.MULTILINE) == list(used)
     compile(kept, "program", "exec")
 
 
-def test_what_is_remembered_comes_back_unless_its_program_is_gone(tmp_path: Path) -> None:
+def test_what_is_remembered_comes_back_unless_its_program_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program, folder = tmp_path / "program.py", tmp_path / "kept"
+    module = types.ModuleType("program")
+    module.__file__ = str(program)
+    monkeypatch.setattr(inductor, "_module_of", lambda compiled: module)
+    monkeypatch.setattr(inductor, "cache_folder", lambda: folder)
     program.write_text(HEAD + PROGRAMS["nothing"][0], encoding="utf-8")
     assert remembered.recall(folder, "it") is None
-    remembered.remember(folder, "it", {"key": "k"}, program)
+    inductor._keep("it", mock.Mock(cache_key="k", _triton_bundle=None))
     program.unlink()
     known = remembered.recall(folder, "it")
     assert known is not None
     assert known["key"] == "k"
-    assert "def call" in Path(known["path"]).read_text(encoding="utf-8")
-    remembered.remember(folder, "other", {"key": "k"}, program)
+    text = Path(known["path"]).read_text(encoding="utf-8")
+    assert "def call" in text
+    assert "select_algorithm" not in text
+    inductor._keep("other", mock.Mock(cache_key="k", _triton_bundle=None))
     assert remembered.recall(folder, "other") is None, "there was nothing to keep"
     Path(known["path"]).unlink()
     assert remembered.recall(folder, "it") is None
@@ -142,11 +152,9 @@ def test_what_is_remembered_comes_back_unless_its_program_is_gone(tmp_path: Path
 
 def test_a_program_is_not_taken_for_what_is_known_of_another(tmp_path: Path) -> None:
     """Two processes may write at the same time, and one that is stopped leaves half of a file."""
-    program, kept = tmp_path / "program.py", tmp_path / "it.py"
-    texts = []
+    kept, texts = tmp_path / "it.py", []
     for name in ("pools", "nothing"):
-        program.write_text(HEAD + PROGRAMS[name][0], encoding="utf-8")
-        remembered.remember(tmp_path, "it", {"key": name}, program)
+        remembered.remember(tmp_path, "it", {"key": name}, HEAD + PROGRAMS[name][0])
         texts.append(kept.read_text(encoding="utf-8"))
         assert remembered.recall(tmp_path, "it") is not None
     for text in (texts[0], texts[1][:-10], ""):
@@ -158,12 +166,10 @@ def test_a_program_is_not_taken_for_what_is_known_of_another(tmp_path: Path) -> 
 def test_what_could_not_be_kept_leaves_no_file(
     reason: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program, folder = tmp_path / "program.py", tmp_path / "kept"
-    program.write_text(HEAD, encoding="utf-8")
-    monkeypatch.setattr(remembered.os, "replace", mock.Mock(side_effect=reason))
+    monkeypatch.setattr(drafts.os, "replace", mock.Mock(side_effect=reason))
     with contextlib.suppress(KeyboardInterrupt):
-        remembered.remember(folder, "it", {"key": "k"}, program)
-    assert list(folder.iterdir()) == []
+        remembered.remember(tmp_path, "it", {"key": "k"}, HEAD)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_program_is_followed_while_another_thread_imports_the_compiler(
@@ -194,8 +200,7 @@ print(len(recording.results), "torch._inductor.select_algorithm" in sys.modules)
 
 def test_a_remembered_program_is_followed_without_the_compiler(tmp_path: Path) -> None:
     """To import it would take as long as all else that has to be loaded."""
-    program = tmp_path / "program.py"
-    program.write_text(HEAD + PROGRAMS["nothing"][0], encoding="utf-8")
+    program = following.without_unused_imports(HEAD + PROGRAMS["nothing"][0])
     remembered.remember(tmp_path, "it", {"key": "k"}, program)
     given = [sys.executable, "-c", _IN_A_NEW_PROCESS, str(tmp_path)]
     done = subprocess.run(given, capture_output=True, text=True, check=False)

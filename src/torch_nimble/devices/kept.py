@@ -11,13 +11,13 @@ import importlib
 import json
 import math
 import os
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from torch_nimble.drafts import write_whole
 from torch_nimble.errors import PlanError
 from torch_nimble.kernels.heads import Attention, is_attention
 from torch_nimble.kernels.sites import LIBRARY, Site, Tuned, Way
@@ -64,20 +64,13 @@ def read(path: Path) -> Kept:
 
 def add(path: Path, effort: str, found: Iterable[Tuned]) -> None:
     """Keep that for other processes; not being able to write is no harm."""
-    draft = ""
-    try:
+    with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path.parent):
             kept = read(path)
             kept.setdefault(effort, {}).update({tuned.site: tuned for tuned in found})
             data = {name: {site: asdict(t) for site, t in sites.items()} for name, sites in kept.items()}
-            handle, draft = tempfile.mkstemp(dir=path.parent)
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(data, file)
-            os.replace(draft, path)
-    except OSError:
-        if draft:
-            Path(draft).unlink(missing_ok=True)
+            write_whole(path, json.dumps(data))
 
 
 @contextlib.contextmanager

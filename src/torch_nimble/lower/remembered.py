@@ -8,13 +8,11 @@ its own.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
 import json
-import os
-import re
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,17 +20,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from torch_nimble.drafts import write_whole
 from torch_nimble.errors import first_line
 from torch_nimble.flags import numeric_flags
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _CUBLAS = ("nvidia-cublas", "nvidia-cublas-cu12")
 _KNOWN_OPERATORS = ("aten", "prims", "torch_nimble")
-_IMPORTS = (
-    ("from torch._inductor.select_algorithm import extern_kernels", "extern_kernels"),
-    ("from torch._inductor.codegen.memory_planning import _align as align", "align"),
-)
-"""At the head of every program of Inductor's, and what they bring."""
 
 
 def fingerprint(
@@ -66,42 +60,16 @@ def recall(folder: Path, key: str) -> Mapping[str, Any] | None:
     return {**known, "path": str(path)} if is_whole else None
 
 
-def remember(folder: Path, key: str, known: Mapping[str, Any], program: Path) -> None:
-    """Keep that and the program for other processes; not being able to is no harm."""
-    try:
-        text = without_unused_imports(program.read_text(encoding="utf-8"))
+def remember(folder: Path, key: str, known: Mapping[str, Any], program: str) -> None:
+    """Keep that and the program's text for other processes; not being able to write is no harm."""
+    with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        _write(folder / f"{key}.py", text)
-        _write(folder / f"{key}.json", json.dumps({**known, "program": _digest(text)}))
-    except (OSError, UnicodeError):
-        return
-
-
-def _write(path: Path, text: str) -> None:
-    """All of it at once, or nothing."""
-    handle, draft = tempfile.mkstemp(dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(draft, path)
-    except BaseException:
-        Path(draft).unlink(missing_ok=True)
-        raise
+        write_whole(folder / f"{key}.py", program)
+        write_whole(folder / f"{key}.json", json.dumps({**known, "program": _digest(program)}))
 
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def without_unused_imports(program: str) -> str:
-    """The same program, line by line, without what it imports of Inductor's compiler and does not use.
-
-    To import the compiler takes a quarter of a preparation that finds all compiled.
-    """
-    for line, name in _IMPORTS:
-        if len(re.findall(rf"\b{name}\b", program)) == 1:
-            program = program.replace(f"\n{line}\n", f"\n{name} = None\n", 1)
-    return program
 
 
 def _is_told_by_text(node: fx.Node) -> bool:

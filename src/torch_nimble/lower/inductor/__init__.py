@@ -36,7 +36,12 @@ from torch_nimble.kernels.heads import Attention
 from torch_nimble.kernels.sites import Siblings, Site
 from torch_nimble.lower.aten import Lowered
 from torch_nimble.lower.constants import Split, split_constants
-from torch_nimble.lower.inductor.following import Wrapper, empty_like, record
+from torch_nimble.lower.inductor.following import (
+    Wrapper,
+    empty_like,
+    record,
+    without_unused_imports,
+)
 from torch_nimble.lower.inductor.workers import (
     KNOWN_VERSIONS,
     cache_folder,
@@ -235,10 +240,16 @@ def compile_wrapper(module: fx.GraphModule, examples: Sequence[torch.Tensor], la
                 log.info("a remembered program could not be loaded: %s", reason)
         compiled = _compile(module, examples)
         if key is not None and not compiled.constants:
-            program = Path(str(_module_of(compiled).__file__))
-            found = {"key": compiled.cache_key, "kernels": _kernels_of(compiled)}
-            remember(cache_folder(), key, found, program)
+            _keep(key, compiled)
         return wrapper_of(compiled)
+
+
+def _keep(key: str, compiled: Any) -> None:
+    """For other processes; not being able to read what Inductor wrote is no harm."""
+    found = {"key": compiled.cache_key, "kernels": _kernels_of(compiled)}
+    with contextlib.suppress(OSError, UnicodeError):
+        program = Path(str(_module_of(compiled).__file__)).read_text(encoding="utf-8")
+        remember(cache_folder(), key, found, without_unused_imports(program))
 
 
 def _kernels_of(compiled: Any) -> str | None:

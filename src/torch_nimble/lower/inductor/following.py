@@ -18,6 +18,11 @@ from torch_nimble.errors import LoweringError, PlanError, first_line
 from torch_nimble.lower.trace import Kernel, Recorder, Recording
 from torch_nimble.taskgraph import BufferKind
 
+_IMPORTS = (
+    ("from torch._inductor.select_algorithm import extern_kernels", "extern_kernels"),
+    ("from torch._inductor.codegen.memory_planning import _align as align", "align"),
+)
+"""At the head of every program of Inductor's, and what they bring."""
 _SOURCE_NODES = re.compile(r"# .*Source Nodes: \[([^\]]*)\]")
 
 
@@ -267,3 +272,14 @@ def _variant(config: Any) -> str:
 def empty_like(tensor: torch.Tensor) -> torch.Tensor:
     """One of the same shape and strides that begins its own memory."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def without_unused_imports(program: str) -> str:
+    """The same program, line by line, without what it imports of Inductor's compiler and does not use.
+
+    To import the compiler takes a quarter of a preparation that finds all compiled.
+    """
+    for line, name in _IMPORTS:
+        if len(re.findall(rf"\b{name}\b", program)) == 1:
+            program = program.replace(f"\n{line}\n", f"\n{name} = None\n", 1)
+    return program
